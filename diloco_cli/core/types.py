@@ -1,0 +1,302 @@
+"""Events, effects and values of the protocol core.
+
+Owns: the vocabulary that the two state machines (core.syncer, core.learner) speak with whoever drives
+them: sockets and a monotonic clock in `run`, a virtual clock in `sim`. No tensor is ever in here:
+payloads are integer handles that the driver understands.
+
+Learners are named by strings (the island's name), fragments by integers 0..P-1, versions count from 0
+(the initial parameters) and grow by one per merge. Times are seconds of a monotonic clock, given by the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+LearnerId = str
+FragmentId = int
+Handle = int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """One learner's parameters for one fragment, as metadata plus a payload handle.
+
+    Attributes:
+        base_version: version of the fragment that the learner's counters started from.
+        tokens: tokens since that install, at the moment of the copy.
+        steps: inner steps since that install, at the moment of the copy.
+        sent_at_step: the learner's own step count t_m at the moment of the copy.
+        handle: names the payload for the driver.
+    """
+
+    learner: LearnerId
+    fragment: FragmentId
+    base_version: int
+    tokens: int
+    steps: int
+    sent_at_step: int
+    handle: Handle
+
+    @property
+    def weight(self) -> float:
+        """Merge weight w = tokens * (tokens / steps); zero without steps (algorithm.md, Syncer 3)."""
+        return self.tokens * (self.tokens / self.steps) if self.steps > 0 else 0.0
+
+
+# ---- events into SyncerCore ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerJoined:
+    """A learner passed the layout check on all its connections; counters start at zero."""
+
+    learner: LearnerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerLeft:
+    """A learner's connection closed, or the driver knows that its process ended."""
+
+    learner: LearnerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerReport:
+    """Heartbeat with progress: own step count, cumulative tokens since joining, mean seconds per step
+    (None when no step was finished since the last report)."""
+
+    learner: LearnerId
+    step: int
+    tokens: int
+    step_time_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerAlive:
+    """Any sign of life that carries no progress (bulk bytes arriving count)."""
+
+    learner: LearnerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContributionReceived:
+    """A whole contribution is in memory and its bytes are sound (size, finite values)."""
+
+    contribution: Contribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContributionRefused:
+    """The driver refused a payload (NaN, infinity, wrong size) before it could count."""
+
+    contribution: Contribution
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentInstalled:
+    """A learner installed `version`; `tokens` and `steps` are its counters just before the reset."""
+
+    learner: LearnerId
+    fragment: FragmentId
+    version: int
+    tokens: int
+    steps: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeFinished:
+    """The driver has computed the merge that StartMerge asked for."""
+
+    fragment: FragmentId
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerFired:
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """End as soon as possible, in order (Ctrl-C)."""
+
+    reason: str
+
+
+SyncerEvent = (
+    LearnerJoined
+    | LearnerLeft
+    | LearnerReport
+    | LearnerAlive
+    | ContributionReceived
+    | ContributionRefused
+    | FragmentInstalled
+    | MergeFinished
+    | TimerFired
+    | StopRequested
+)
+
+# ---- effects out of SyncerCore ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """Ask these learners for their fragment."""
+
+    fragment: FragmentId
+    to: tuple[LearnerId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartMerge:
+    """Merge these contributions (sorted by learner) into the fragment; the result is `version`.
+
+    The driver owes a MergeFinished. It may free the handles of `members` afterwards.
+    """
+
+    fragment: FragmentId
+    version: int
+    members: tuple[Contribution, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish:
+    """Send the fragment at `version` to these learners. `taken`: whose contribution is inside."""
+
+    fragment: FragmentId
+    version: int
+    to: tuple[LearnerId, ...]
+    taken: tuple[LearnerId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendState:
+    """Send a (re)joining learner all fragments with their versions, and the global step."""
+
+    learner: LearnerId
+    global_step: int
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropPayload:
+    handle: Handle
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer:
+    """One timer per key; setting it again moves it."""
+
+    key: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelTimer:
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One line of the event tape. The driver adds the time (and digests where it has them)."""
+
+    event: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The run's protocol part is over. status: completed | stopped | quorum_lost."""
+
+    status: str
+    reason: str
+
+
+SyncerEffect = (
+    Pull | StartMerge | Publish | SendState | DropPayload | SetTimer | CancelTimer | Record | Finish
+)
+
+# ---- events into LearnerCore --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFinished:
+    """One inner step is done; we are at a step boundary."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullReceived:
+    fragment: FragmentId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedReceived:
+    """A merged fragment is in memory, to be installed at the next step boundary."""
+
+    fragment: FragmentId
+    version: int
+    handle: Handle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishReceived:
+    """The syncer said that the run is over for this learner."""
+
+    reason: str
+
+
+LearnerEvent = StepFinished | PullReceived | MergedReceived | FinishReceived
+
+# ---- effects out of LearnerCore -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendFragment:
+    """Copy the fragment off the device now and send it in the background."""
+
+    fragment: FragmentId
+    base_version: int
+    tokens: int
+    steps: int
+    sent_at_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstallFragment:
+    """Install the payload now: theta <- alpha theta + (1 - alpha) Theta. Counters are those before the reset."""
+
+    fragment: FragmentId
+    version: int
+    handle: Handle
+    tokens: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscardPayload:
+    """A merged fragment that a newer one replaced before it could be installed."""
+
+    handle: Handle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitForSyncer:
+    """Take no further step before another event comes (lock-step algorithms, max_drift_steps)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopTraining:
+    reason: str
+
+
+LearnerEffect = SendFragment | InstallFragment | DiscardPayload | WaitForSyncer | StopTraining
