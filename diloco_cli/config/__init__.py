@@ -1,1 +1,1 @@
-
+"""The configuration: quantities, schema, validation, and composition with Hydra."""

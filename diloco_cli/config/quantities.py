@@ -157,7 +157,7 @@ def _upper(prefix: str) -> str:
 
 
 def _nearest_unit(unit: str, units: Mapping[str, Fraction], default: str) -> str:
-    by_lower = {spelling.lower(): spelling for spelling in reversed(units)}
+    by_lower = {spelling.lower(): spelling for spelling in reversed(list(units))}
     if not unit:
         return "" if "" in by_lower else default
     if unit.lower() in by_lower:

@@ -1,27 +1,40 @@
 """The typed configuration: every group of conf/ as a dataclass, with its meaning under each field.
 
-Owns: field names, defaults, ranges. Quantities stay as people wrote them ("3gbps", "40ms") and are
-read through the `..._bps`, `..._s`, `..._bytes` properties, so that config.yaml shows what was meant.
-Must not import anything heavy: every process of a run reads its settings from here.
-Called by: config.compose (builds it with Hydra), every other layer (reads it).
+Owns: field names, defaults, what each means, and the numbers behind the written quantities. Quantities stay as
+people wrote them ("3gbps", "40ms") and are read through the `..._s`, `..._num_bytes` properties, `Config.link`
+and `Config.target_steps`, so that config.yaml shows what was meant.
+Must not import anything heavy: every process of a run reads its settings from here. OmegaConf is imported only
+inside `load_config` and `dump_config`.
+Called by: config.compose (builds it with Hydra), config.validate (checks it), every other layer (reads it).
+
+The dataclasses are not frozen: OmegaConf marks the nodes of a frozen class read-only, and then no override can be
+applied to it. Nobody but config.compose changes one all the same.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from diloco_cli.config.quantities import parse_bytes, parse_duration_s, parse_rate_bps
+from diloco_cli.config.quantities import parse_bytes, parse_count, parse_duration_s, parse_rate_bps
+from diloco_cli.errors import ConfigError
 
 
-class ModelKind(str, Enum):
+class ModelKind(StrEnum):
+    """Where the model comes from."""
+
     llama = "llama"
     huggingface = "huggingface"
     entry_point = "entry_point"
 
 
-class DataKind(str, Enum):
+class DataKind(StrEnum):
+    """What the training text is stored as."""
+
     auto = "auto"
     stdlib = "stdlib"
     text = "text"
@@ -30,19 +43,25 @@ class DataKind(str, Enum):
     tokens = "tokens"
 
 
-class Parallel(str, Enum):
+class Parallel(StrEnum):
+    """How the ranks of one island share the work."""
+
     ddp = "ddp"
     fsdp = "fsdp"
 
 
-class Device(str, Enum):
+class Device(StrEnum):
+    """Where an island computes."""
+
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
     mps = "mps"
 
 
-class WireType(str, Enum):
+class WireType(StrEnum):
+    """Element types of what travels between islands and syncer."""
+
     float32 = "float32"
     bfloat16 = "bfloat16"
     int8 = "int8"
@@ -50,59 +69,99 @@ class WireType(str, Enum):
     e3m0 = "e3m0"
 
 
-class Algorithm(str, Enum):
+class Algorithm(StrEnum):
+    """The protocols of algorithm.md, "Baselines"."""
+
     decoupled = "decoupled"
     streaming = "streaming"
     diloco = "diloco"
     data_parallel = "data_parallel"
 
 
-class FragmentStrategy(str, Enum):
+class FragmentStrategy(StrEnum):
+    """How tensors are dealt out to fragments."""
+
     balanced = "balanced"
     strided = "strided"
     sequential = "sequential"
 
 
-class MergeRule(str, Enum):
+class MergeRule(StrEnum):
+    """How the learners' drifts become one."""
+
     rda = "rda"
     average = "average"
 
 
-class Anchor(str, Enum):
+class Anchor(StrEnum):
+    """What a stale learner's drift is measured against."""
+
     base = "base"
+    # The member must be called "global", as users and files write it (OmegaConf reads member names), but
+    # that word is Python's own. `Anchor.global_` is an alias of the same member.
+    vars()["global"] = "global"
     global_ = "global"
 
 
-class Late(str, Enum):
+class Late(StrEnum):
+    """What becomes of a contribution that missed its merge."""
+
     drop = "drop"
     next = "next"
 
 
-class InnerOptimizerKind(str, Enum):
+class InnerOptimizerKind(StrEnum):
+    """Optimizers inside a learner."""
+
     adamw = "adamw"
     muon = "muon"
 
 
-class Schedule(str, Enum):
+class Schedule(StrEnum):
+    """Learning-rate schedules after the warm-up."""
+
     cosine = "cosine"
     wsd = "wsd"
     constant = "constant"
 
 
-class OuterOptimizerKind(str, Enum):
+class OuterOptimizerKind(StrEnum):
+    """Optimizers of the syncer."""
+
     nesterov = "nesterov"
     sgd = "sgd"
 
 
-class Autocast(str, Enum):
+class Autocast(StrEnum):
+    """Precision of the forward pass."""
+
     auto = "auto"
     off = "off"
     bfloat16 = "bfloat16"
 
 
-class LauncherKind(str, Enum):
+class LauncherKind(StrEnum):
+    """Ways to start an island's processes."""
+
     torchrun = "torchrun"
     forkserver = "forkserver"
+
+
+@dataclass(frozen=True)
+class LinkDirection:
+    """One direction of one island's link in numbers: bit/s (infinity: unlimited) and seconds."""
+
+    rate_bps: float
+    latency_s: float
+    jitter_s: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """One island's link, as the sender of each direction emulates it."""
+
+    up: LinkDirection
+    down: LinkDirection
 
 
 @dataclass
@@ -116,7 +175,9 @@ class ModelConfig:
     dim: int = 96
     """Width of the residual stream."""
     num_layers: int = 2
+    """Transformer blocks."""
     num_heads: int = 4
+    """Query heads; must divide dim, and dim / num_heads must be even."""
     num_kv_heads: int = 2
     """Key/value heads (grouped-query attention); must divide num_heads."""
     ffn_dim: int = 256
@@ -128,10 +189,13 @@ class ModelConfig:
     tied: bool = True
     """Whether the output head shares the embedding's weights."""
     rope_theta: float = 10000.0
+    """Base of the rotary position frequencies."""
     norm_eps: float = 1e-5
+    """Added under the root of RMSNorm."""
     num_experts: int = 0
     """0: dense. Above: mixture of experts with that many experts in each layer."""
     experts_per_token: int = 2
+    """Experts that each token is sent to (mixture of experts only)."""
     router_aux_weight: float = 0.01
     """Weight of the load-balancing loss (mixture of experts only)."""
     hf_config: str | None = None
@@ -177,7 +241,9 @@ class IslandConfig:
     nproc_per_node: int = 1
     """Ranks in the island's torchrun group."""
     device: Device = Device.auto
+    """auto: cuda, else mps, else cpu."""
     parallel: Parallel = Parallel.ddp
+    """ddp: every rank holds the model; fsdp: FSDP2 shards it over the ranks."""
     batch: int = 8
     """Sequences per inner step over the whole island (all ranks, all accumulation steps)."""
     accumulate: int = 1
@@ -195,14 +261,23 @@ class IslandOverride:
     """What one named island has of its own (islands.named.<name>); null: as in islands.each."""
 
     hosts: list[str] | None = None
+    """As islands.each.hosts."""
     nproc_per_node: int | None = None
+    """As islands.each.nproc_per_node."""
     device: Device | None = None
+    """As islands.each.device."""
     parallel: Parallel | None = None
+    """As islands.each.parallel."""
     batch: int | None = None
+    """As islands.each.batch."""
     accumulate: int | None = None
+    """As islands.each.accumulate."""
     speed: float | None = None
+    """As islands.each.speed."""
     threads: int | None = None
+    """As islands.each.threads."""
     env: dict[str, str] | None = None
+    """Added to islands.each.env."""
 
 
 @dataclass
@@ -210,8 +285,11 @@ class IslandsConfig:
     """Where learners run: `count` islands named island-0, island-1, ... and what is special about some."""
 
     count: int = 4
+    """How many islands: island-0 up to island-(count - 1)."""
     each: IslandConfig = field(default_factory=IslandConfig)
+    """What all of them share."""
     named: dict[str, IslandOverride] = field(default_factory=dict)
+    """What single ones have of their own, by name (islands.named.island-1.speed)."""
 
 
 @dataclass
@@ -219,8 +297,11 @@ class LinkConfig:
     """One direction of one link; null: as the network says."""
 
     bandwidth: str | None = None
+    """As network.bandwidth, for this direction."""
     latency: str | None = None
+    """As network.latency, for this direction."""
     jitter: str | None = None
+    """As network.jitter, for this direction."""
 
 
 @dataclass
@@ -228,10 +309,15 @@ class IslandNetwork:
     """What one named island's link has of its own, both directions or each."""
 
     bandwidth: str | None = None
+    """As network.bandwidth, for this island."""
     latency: str | None = None
+    """As network.latency, for this island."""
     jitter: str | None = None
+    """As network.jitter, for this island."""
     up: LinkConfig = field(default_factory=LinkConfig)
+    """This island to syncer, where it differs."""
     down: LinkConfig = field(default_factory=LinkConfig)
+    """Syncer to this island, where it differs."""
 
 
 @dataclass
@@ -261,6 +347,11 @@ class NetworkConfig:
     connect_timeout: str = "30s"
     """How long a learner tries to reach the syncer at start."""
 
+    @property
+    def connect_timeout_s(self) -> float:
+        """Seconds."""
+        return parse_duration_s(self.connect_timeout, "network.connect_timeout")
+
 
 @dataclass
 class FailureEvent:
@@ -269,7 +360,9 @@ class FailureEvent:
     at: str = "30s"
     """A time (30s) or a step (step 200)."""
     kind: str = "crash"
+    """What happens."""
     island: str | None = None
+    """To which island."""
 
 
 @dataclass
@@ -277,7 +370,9 @@ class FailuresConfig:
     """Failures on purpose."""
 
     events: list[FailureEvent] = field(default_factory=list)
+    """A written schedule (not run yet)."""
     random: dict[str, Any] | None = None
+    """Failures drawn at random from rates (not run yet)."""
 
 
 @dataclass
@@ -285,17 +380,25 @@ class InnerConfig:
     """The optimizer inside each learner."""
 
     optimizer: InnerOptimizerKind = InnerOptimizerKind.adamw
+    """adamw, or muon for the matrices with adamw for the rest."""
     lr: float = 3e-3
+    """Peak learning rate."""
     muon_lr: float = 0.02
     """Learning rate of the matrices under muon (embeddings, head and vectors use lr with AdamW)."""
     beta1: float = 0.9
+    """Decay of AdamW's first moment."""
     beta2: float = 0.95
+    """Decay of AdamW's second moment."""
     eps: float = 1e-8
+    """Added to the root of AdamW's second moment."""
     weight_decay: float = 0.1
+    """Decoupled weight decay of matrices and embeddings."""
     clip_norm: float = 1.0
     """Largest gradient norm; 0: no clipping."""
     schedule: Schedule = Schedule.cosine
+    """After the warm-up: cosine, wsd (stable, then a straight decay) or constant."""
     warmup_steps: int = 50
+    """Steps in which the rate grows from zero to its peak."""
     min_lr_ratio: float = 0.1
     """Learning rate at the end, as a share of the peak."""
     decay_fraction: float = 0.2
@@ -311,8 +414,11 @@ class OuterConfig:
     """The outer optimizer, run by the syncer once per merge (algorithm.md, Syncer 3 and 4)."""
 
     optimizer: OuterOptimizerKind = OuterOptimizerKind.nesterov
+    """nesterov (SGD with Nesterov momentum) or sgd (momentum is not used)."""
     lr: float = 0.7
+    """Outer learning rate."""
     momentum: float = 0.9
+    """Outer momentum (nesterov only)."""
     merge: MergeRule = MergeRule.rda
     """rda (embeddings and head are averaged all the same) or average."""
     anchor: Anchor = Anchor.base
@@ -324,9 +430,11 @@ class SyncConfig:
     """When fragments are collected, merged and installed."""
 
     algorithm: Algorithm = Algorithm.decoupled
+    """decoupled, streaming or diloco (`algorithm=NAME` on the command line is short for `sync=NAME`)."""
     fragments: int = 24
     """P; cut to what the model allows."""
     strategy: FragmentStrategy = FragmentStrategy.balanced
+    """balanced by size, or strided / sequential layers."""
     min_fragment_bytes: str = "64KiB"
     """No more fragments than leave each at least this large (as float32)."""
     inner_steps: int = 24
@@ -344,8 +452,24 @@ class SyncConfig:
     max_drift_steps: int | None = None
     """Most inner steps without any install before a learner waits; null: no bound."""
     heartbeat_interval: str = "1s"
+    """A silent learner gives a sign of life this often; must be below heartbeat_timeout."""
     heartbeat_timeout: str = "10s"
     """A learner unheard of for this long counts in no quorum."""
+
+    @property
+    def min_fragment_num_bytes(self) -> int:
+        """Bytes of float32."""
+        return parse_bytes(self.min_fragment_bytes, "sync.min_fragment_bytes")
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """Seconds."""
+        return parse_duration_s(self.heartbeat_interval, "sync.heartbeat_interval")
+
+    @property
+    def heartbeat_timeout_s(self) -> float:
+        """Seconds."""
+        return parse_duration_s(self.heartbeat_timeout, "sync.heartbeat_timeout")
 
 
 @dataclass
@@ -359,6 +483,17 @@ class LauncherConfig:
     stop_timeout: str = "8s"
     """Longest orderly end before processes are killed."""
     debug: bool = False
+    """Debug messages in logs/, and tracebacks with errors."""
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Seconds."""
+        return parse_duration_s(self.start_timeout, "launcher.start_timeout")
+
+    @property
+    def stop_timeout_s(self) -> float:
+        """Seconds."""
+        return parse_duration_s(self.stop_timeout, "launcher.stop_timeout")
 
 
 @dataclass
@@ -366,10 +501,18 @@ class LoggingConfig:
     """What is written besides metrics.jsonl and events.jsonl."""
 
     interval: str = "0.5s"
-    """Seconds between two metric lines of a source."""
+    """Time between two metric lines of a source."""
     tensorboard: bool = False
+    """Also write TensorBoard files (needs the extra `track`)."""
     wandb: bool = False
+    """Also send to Weights & Biases (needs the extra `track`)."""
     wandb_project: str = "diloco"
+    """Its project there."""
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds."""
+        return parse_duration_s(self.interval, "logging.interval")
 
 
 @dataclass
@@ -377,6 +520,7 @@ class RunConfig:
     """How long, from which seed, and what is checked on the way."""
 
     name: str = "run"
+    """First part of the run folder's name."""
     dir: str = "runs"
     """Folder in which the run folder NAME-YYYYMMDD-HHMMSS is made."""
     steps: int = 1000
@@ -384,6 +528,7 @@ class RunConfig:
     tokens: str | None = None
     """Instead of steps: total tokens over all islands (12b, 300m); steps follow from it."""
     seed: int = 0
+    """Seed of the initial parameters and of the order of the data."""
     deterministic: bool = False
     """Lock-step merges at fixed steps and torch's deterministic mode: same bits every time."""
     finish_tolerance: float = 0.2
@@ -395,19 +540,122 @@ class RunConfig:
     trace_samples: bool = False
     """Write the sample ids of every island and step to samples/ISLAND.jsonl."""
 
+    def target_steps(self, tokens_per_step: float) -> int:
+        """Inner steps of the fastest learner, given the tokens that all islands together process meanwhile."""
+        if self.tokens is None:
+            return self.steps
+        return max(1, math.ceil(parse_count(self.tokens, "run.tokens") / tokens_per_step))
+
 
 @dataclass
 class Config:
     """The whole configuration of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    """What is trained."""
     data: DataConfig = field(default_factory=DataConfig)
+    """What it is trained on."""
     islands: IslandsConfig = field(default_factory=IslandsConfig)
+    """Where learners run."""
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    """The links between islands and syncer."""
     failures: FailuresConfig = field(default_factory=FailuresConfig)
+    """Failures on purpose."""
     inner: InnerConfig = field(default_factory=InnerConfig)
+    """The optimizer inside each learner."""
     outer: OuterConfig = field(default_factory=OuterConfig)
+    """The outer optimizer, run by the syncer."""
     sync: SyncConfig = field(default_factory=SyncConfig)
+    """When fragments are collected, merged and installed."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    """How processes are started and ended."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """What is written besides the run's own files."""
     run: RunConfig = field(default_factory=RunConfig)
+    """How long, from which seed, and what is checked on the way."""
+
+    def island_names(self) -> list[str]:
+        """island-0, island-1, ... in order."""
+        return [f"island-{i}" for i in range(self.islands.count)]
+
+    def island(self, name: str) -> IslandConfig:
+        """islands.each with what islands.named has for `name` put over it."""
+        override = self.islands.named.get(name)
+        if override is None:
+            return dataclasses.replace(self.islands.each)
+        own = {f.name: getattr(override, f.name) for f in dataclasses.fields(override)}
+        own = {key: value for key, value in own.items() if value is not None}
+        own["env"] = {**self.islands.each.env, **own.get("env", {})}
+        return dataclasses.replace(self.islands.each, **own)
+
+    def link(self, name: str) -> Link:
+        """The link of island `name`: network, then its direction, then the island, then its direction."""
+        return Link(up=self._direction(name, "up"), down=self._direction(name, "down"))
+
+    def _direction(self, name: str, direction: str) -> LinkDirection:
+        layers: list[tuple[str, Any]] = [
+            ("network", self.network),
+            (f"network.{direction}", getattr(self.network, direction)),
+        ]
+        named = self.network.named.get(name)
+        if named is not None:
+            layers += [
+                (f"network.named.{name}", named),
+                (f"network.named.{name}.{direction}", getattr(named, direction)),
+            ]
+
+        def last(setting: str) -> tuple[str, str]:
+            return [
+                (getattr(layer, setting), f"{path}.{setting}")
+                for path, layer in layers
+                if getattr(layer, setting) is not None
+            ][-1]
+
+        return LinkDirection(
+            rate_bps=parse_rate_bps(*last("bandwidth")),
+            latency_s=parse_duration_s(*last("latency")),
+            jitter_s=parse_duration_s(*last("jitter")),
+        )
+
+    def batch_tokens(self, name: str) -> int:
+        """Tokens of one inner step of island `name` (without padding)."""
+        return self.island(name).batch * self.data.seq_len
+
+    def target_steps(self) -> int:
+        """Inner steps of the fastest learner: run.steps, or what run.tokens over all islands comes to.
+
+        A learner slower than run.finish_tolerance allows is not waited for, so it counts with its emulated speed.
+        """
+        speeds = {name: self.island(name).speed for name in self.island_names()}
+        fastest = max(speeds.values())
+        shares = {name: speed / fastest for name, speed in speeds.items()}
+        waited_for = 1 - self.run.finish_tolerance
+        per_step = sum(
+            self.batch_tokens(name) * (1.0 if share >= waited_for else share) for name, share in shares.items()
+        )
+        return self.run.target_steps(per_step)
+
+
+def dump_config(cfg: Config, path: Path) -> None:
+    """Write `cfg` as YAML; `load_config` reads it back equal."""
+    from omegaconf import OmegaConf
+
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)), encoding="utf-8")
+
+
+def load_config(path: Path) -> Config:
+    """Read what `dump_config` wrote: types and keys are checked, nothing is built from names in the file."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        loaded = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        cfg = OmegaConf.to_object(loaded)
+    except FileNotFoundError:
+        raise ConfigError("there is no configuration", where=str(path)) from None
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError("the configuration cannot be read", where=str(path), why=reason) from error
+    assert isinstance(cfg, Config)
+    return cfg
