@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco_cli.config.quantities import parse_duration_s, parse_rate_bps
 from diloco_cli.config.schema import (
     Algorithm,
     Config,
@@ -219,9 +220,12 @@ def _data(cfg: Config) -> Iterator[ConfigError]:
 
 def _islands(cfg: Config) -> Iterator[ConfigError]:
     yield from _names(cfg, "islands.named", list(cfg.islands.named))
-    shown: list[tuple[str, IslandConfig]] = [("islands.each", cfg.islands.each)]
-    shown += [(f"islands.named.{n}", cfg.island(n)) for n in cfg.islands.named if n in cfg.island_names()]
-    for where, island in shown:
+    # islands.each need not fit by itself where every island has its own.
+    shown: dict[str, IslandConfig] = {
+        f"islands.named.{name}" if name in cfg.islands.named else "islands.each": cfg.island(name)
+        for name in cfg.island_names()
+    }
+    for where, island in shown.items():
         parts = island.nproc_per_node * island.accumulate
         if island.batch % parts:
             yield _error(
@@ -248,17 +252,33 @@ def _names(cfg: Config, where: str, names: list[str]) -> Iterator[ConfigError]:
 
 def _network(cfg: Config) -> Iterator[ConfigError]:
     yield from _names(cfg, "network.named", list(cfg.network.named))
-    for name in cfg.island_names():
-        try:
-            cfg.link(name)
-        except ConfigError as error:
-            yield _located(error)
-            break
+    for where, layer in _link_layers(cfg):
+        for setting, parse in (
+            ("bandwidth", parse_rate_bps),
+            ("latency", parse_duration_s),
+            ("jitter", parse_duration_s),
+        ):
+            text = getattr(layer, setting)
+            if text is not None:
+                try:
+                    parse(text, f"{where}.{setting}")
+                except ConfigError as error:
+                    yield _located(error)
     wire_down = cfg.network.wire_down
     if wire_down not in (WireType.float32, WireType.bfloat16):
         yield _error("network.wire_down", f"{wire_down.value} is not sent yet; use bfloat16 or float32")
     if not cfg.network.bind:
         yield _error("network.bind", "empty; 127.0.0.1 is this machine only")
+
+
+def _link_layers(cfg: Config) -> Iterator[tuple[str, object]]:
+    """Every place where a bandwidth, latency and jitter may be written, with its key."""
+    groups: list[tuple[str, Any]] = [("network", cfg.network)]
+    groups += [(f"network.named.{name}", own) for name, own in cfg.network.named.items()]
+    for where, group in groups:
+        yield where, group
+        yield f"{where}.up", group.up
+        yield f"{where}.down", group.down
 
 
 def _located(error: ConfigError) -> ConfigError:
@@ -340,7 +360,7 @@ def _run(cfg: Config) -> Iterator[ConfigError]:
 def _environment(environment: Mapping[str, str]) -> Iterator[ConfigError]:
     """OMP_NUM_THREADS, where the user sets it, wins over islands.each.threads; so it must be a number."""
     threads = environment.get("OMP_NUM_THREADS", "").strip()
-    if threads and not re.fullmatch(r"[1-9][0-9]{0,5}", threads):
+    if threads and not re.fullmatch(r"[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", threads):
         yield ConfigError(
             f"OMP_NUM_THREADS: {threads!r} is not a number of threads",
             where="environment variable OMP_NUM_THREADS",
