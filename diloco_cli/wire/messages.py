@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, ClassVar, get_type_hints
 
 from diloco_cli.wire.frames import PROTOCOL_VERSION, ProtocolError, encode_frame
@@ -201,9 +200,13 @@ Message = (
     | MergedMsg
 )
 
-MESSAGE_TYPES: dict[int, type[Message]] = {cls.TYPE: cls for cls in Message.__args__}  # type: ignore[attr-defined]
+MESSAGE_TYPES: dict[int, type[Message]] = {cls.TYPE: cls for cls in Message.__args__}
 WITH_PAYLOAD = (ContributionMsg, MergedMsg)
 KINDS = ("control", "bulk")
+_FIELD_TYPES: dict[int, dict[str, Any]] = {
+    number: {f.name: get_type_hints(cls)[f.name] for f in dataclasses.fields(cls)}
+    for number, cls in MESSAGE_TYPES.items()
+}
 # Fields that measure something which may have gone wrong; all other floats must be finite.
 _MAY_BE_NON_FINITE = {"loss", "metrics"}
 
@@ -226,7 +229,7 @@ def decode_message(message_type: int, header: dict[str, Any], payload_len: int =
         raise ProtocolError(f"unknown message type {message_type}")
     if (payload_len > 0) != (cls in WITH_PAYLOAD):
         raise ProtocolError(f"{cls.__name__} with a payload of {payload_len} bytes")
-    hints = _field_types(cls)
+    hints = _FIELD_TYPES[message_type]
     if header.keys() != hints.keys():
         odd = sorted(header.keys() ^ hints.keys())
         raise ProtocolError(f"{cls.__name__}: unknown or missing field {odd[0][:40]!r}")
@@ -234,12 +237,6 @@ def decode_message(message_type: int, header: dict[str, Any], payload_len: int =
     message = cls(**values)
     _check_ranges(message)
     return message
-
-
-@cache
-def _field_types(cls: type[Message]) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
 
 def _checked(where: str, name: str, kind: Any, value: Any) -> Any:
