@@ -1,1 +1,1 @@
-
+"""The protocol: pure, without sockets, clocks, threads, files or chance."""

@@ -176,8 +176,10 @@ def _allowed_fragments(
     total_bytes = 4 * sum(t.numel for t in parameters)
     by_bytes = max(1, total_bytes // max(1, min_fragment_bytes))
     own = len({t.role for t in parameters if t.role in (EMBEDDING, HEAD)})
-    by_layers = own + len({_layer(t.name) for t in parameters if t.role == WEIGHT}) if strategy != "balanced" else requested
-    allowed = min(requested, by_bytes, max(1, by_layers))
+    by_layers = requested
+    if strategy != "balanced":
+        by_layers = own + max(1, len({_layer(t.name) for t in parameters if t.role == WEIGHT} - {None}))
+    allowed = min(requested, by_bytes, by_layers)
     if allowed == requested:
         return allowed, ""
     if by_bytes <= by_layers:
@@ -206,26 +208,34 @@ def _pack(group: Sequence[TensorSpec], count: int, strategy: str, ideal: float) 
     """Deal one group's tensors into `count` bins."""
     pieces = [_Piece(t, 0, t.num_rows) for t in group]
     if strategy == "balanced" or any(t.role != WEIGHT for t in group):
-        return _pack_balanced(pieces, count, max(ideal, sum(p.numel for p in pieces) / count))
-    layers = sorted({_layer(t.name) for t in group})
+        return _pack_balanced(pieces, count, ideal)
+    # What belongs to no layer (the last norm) goes with the last one.
+    last = max((n for t in group if (n := _layer(t.name)) is not None), default=0)
+    layer_of = {t.name: last if (n := _layer(t.name)) is None else n for t in group}
+    layers = sorted(set(layer_of.values()))
     place = {
         layer: (i % count if strategy == "strided" else i * count // len(layers)) for i, layer in enumerate(layers)
     }
     bins: list[list[_Piece]] = [[] for _ in range(count)]
     for piece in pieces:
-        bins[place[_layer(piece.tensor.name)]].append(piece)
+        bins[place[layer_of[piece.tensor.name]]].append(piece)
     return bins
 
 
 def _pack_balanced(pieces: list[_Piece], count: int, ideal: float) -> list[list[_Piece]]:
-    """Largest first into the lightest; cut the largest bin's largest piece until it fits within 4/3 of the ideal."""
+    """Largest first into the lightest; cut the largest bin's largest piece until it fits within 4/3 of the ideal.
+
+    `ideal` is the whole model's; a group whose own mean is above it can only come close to that mean.
+    """
     work = list(pieces)
+    mean = _load(pieces) / count
+    limit = max(LARGEST_OVER_IDEAL * ideal, 1.1 * mean)
     while True:
-        oversized = [p for p in work if p.numel > ideal and p.num_rows > 1]
+        oversized = [p for p in work if p.numel > max(ideal, mean) and p.num_rows > 1]
         if not oversized:
             bins = _largest_first(work, count)
             heaviest = max(bins, key=_load)
-            if _load(heaviest) <= LARGEST_OVER_IDEAL * ideal:
+            if _load(heaviest) <= limit:
                 return bins
             oversized = sorted((p for p in heaviest if p.num_rows > 1), key=_order)[:1]
             # Cutting below an eighth of the ideal buys balance with more slices than it is worth.
@@ -254,10 +264,10 @@ def _load(pieces: Sequence[_Piece]) -> int:
     return sum(p.numel for p in pieces)
 
 
-def _layer(name: str) -> int:
-    """The layer a tensor belongs to, from the first number in its dotted name; what has none goes last."""
+def _layer(name: str) -> int | None:
+    """The layer a tensor belongs to, from the first number in its dotted name; None if it has none."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
-    return int(found.group(1)) if found else 1 << 30
+    return int(found.group(1)) if found else None
 
 
 def _add_buffers(bins: list[list[_Piece]], buffers: Sequence[TensorSpec]) -> None:

@@ -98,7 +98,10 @@ class ContributionRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentInstalled:
-    """A learner installed `version`; `tokens` and `steps` are its counters just before the reset."""
+    """A learner installed `version`; `tokens` and `steps` are its counters just before the reset.
+
+    `waited_s` is how long the fragment lay at the learner until its next step boundary.
+    """
 
     learner: LearnerId
     fragment: FragmentId
@@ -106,6 +109,7 @@ class FragmentInstalled:
     tokens: int
     steps: int
     step: int
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +122,8 @@ class MergeFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimerFired:
+    """A timer set by SetTimer is due."""
+
     key: str
 
 
@@ -185,6 +191,8 @@ class SendState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropPayload:
+    """Free a contribution's payload; it will not be merged."""
+
     handle: Handle
     reason: str
 
@@ -199,7 +207,25 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelTimer:
+    """Forget a timer, if it is set."""
+
     key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopLearners:
+    """Ask these learners to take no further step, and to answer pulls all the same (the final cut)."""
+
+    to: tuple[LearnerId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnect:
+    """Close a learner's connections: it is counted as gone, or may not take part."""
+
+    learner: LearnerId
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +245,17 @@ class Finish:
 
 
 SyncerEffect = (
-    Pull | StartMerge | Publish | SendState | DropPayload | SetTimer | CancelTimer | Record | Finish
+    Pull
+    | StartMerge
+    | Publish
+    | SendState
+    | DropPayload
+    | SetTimer
+    | CancelTimer
+    | StopLearners
+    | Disconnect
+    | Record
+    | Finish
 )
 
 # ---- events into LearnerCore --------------------------------------------------------------------
@@ -234,6 +270,8 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullReceived:
+    """The syncer asked for a fragment."""
+
     fragment: FragmentId
 
 
@@ -247,13 +285,13 @@ class MergedReceived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinishReceived:
-    """The syncer said that the run is over for this learner."""
+class StopReceived:
+    """The syncer asked to take no further step (StopLearners); pulls and installs go on."""
 
     reason: str
 
 
-LearnerEvent = StepFinished | PullReceived | MergedReceived | FinishReceived
+LearnerEvent = StepFinished | PullReceived | MergedReceived | StopReceived
 
 # ---- effects out of LearnerCore -----------------------------------------------------------------
 
@@ -287,16 +325,4 @@ class DiscardPayload:
     handle: Handle
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitForSyncer:
-    """Take no further step before another event comes (lock-step algorithms, max_drift_steps)."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopTraining:
-    reason: str
-
-
-LearnerEffect = SendFragment | InstallFragment | DiscardPayload | WaitForSyncer | StopTraining
+LearnerEffect = SendFragment | InstallFragment | DiscardPayload

@@ -1,0 +1,155 @@
+"""The learner's side of the protocol as a state machine: counters, what to send, what to install, when to stop.
+
+Owns: algorithm.md, "Learner", points 1, 3 and 4. Holds no tensor, socket or clock. Driven by run.learner_main at step
+boundaries, and by the simulator.
+
+Theory of operation
+
+The driver calls handle() only at a step boundary: StepFinished first, then what came in during the step, merged
+fragments before pulls, so that a contribution does not start from a version that is about to be replaced. Every event
+takes effect at once. A fragment that has taken no step since its install is not sent until it has, unless no step
+will follow (`parked`). While `waits_for` says why, the driver takes no step and feeds messages as they come.
+
+In lock-step a fragment is sent by schedule, and its merge is installed exactly tau steps after the sending: sooner
+arrivals wait, and the learner waits for later ones. That makes the run independent of timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diloco_cli.core.fragments import due_offset_steps
+from diloco_cli.core.types import (
+    DiscardPayload,
+    InstallFragment,
+    LearnerEffect,
+    LearnerEvent,
+    MergedReceived,
+    PullReceived,
+    SendFragment,
+    StepFinished,
+    StopReceived,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """What the learner decides by; see config.schema for the meaning."""
+
+    num_fragments: int
+    inner_steps: int = 24
+    overlap_steps: int = 2
+    target_steps: int = 1000
+    lockstep: bool = False
+    same_offset: bool = False
+    """Lock-step only: all fragments at the same step (`diloco`)."""
+    max_drift_steps: int | None = None
+
+
+class LearnerCore:
+    """The state machine of one learner, from one joining on."""
+
+    def __init__(self, settings: LearnerSettings, *, step: int, versions: Sequence[int]) -> None:
+        assert len(versions) == settings.num_fragments
+        self.settings = settings
+        self.step = step
+        self.versions = list(versions)
+        self.steps = [0] * settings.num_fragments
+        self.tokens = [0] * settings.num_fragments
+        self.stopped_because = ""
+        self._asked: set[int] = set()
+        self._arrived: dict[int, MergedReceived] = {}
+        self._sent_at: dict[int, int] = {}
+        """Lock-step: fragments sent and not yet installed, with the step of the sending."""
+
+    @property
+    def parked(self) -> bool:
+        """No step will follow: told to stop, or at the target. Only installs and the final cut are left."""
+        return bool(self.stopped_because) or self.step >= self.settings.target_steps
+
+    @property
+    def waits_for(self) -> str:
+        """Why the learner may not take another step now; empty if it may."""
+        if self.stopped_because:
+            return self.stopped_because
+        if self.step >= self.settings.target_steps:
+            return "the target is reached"
+        overdue = [f for f, at in self._sent_at.items() if self.step - at >= self.settings.overlap_steps]
+        if overdue:
+            return f"lock-step: the merge of fragment {min(overdue)}"
+        bound = self.settings.max_drift_steps
+        if bound is not None and min(self.steps) >= bound:
+            return f"{bound} steps without any merge (sync.max_drift_steps)"
+        return ""
+
+    def handle(self, event: LearnerEvent) -> tuple[LearnerEffect, ...]:
+        """Take one event at a step boundary; return what to do now, in order."""
+        effects: list[LearnerEffect] = []
+        match event:
+            case StepFinished():
+                assert not self.waits_for, "stepped while waiting"
+                self._count(event.tokens)
+            case PullReceived():
+                self._asked.add(event.fragment)
+            case MergedReceived():
+                effects += self._arrive(event)
+            case StopReceived():
+                self.stopped_because = event.reason
+        return (*effects, *self._install_due(), *self._send_due(stepped=isinstance(event, StepFinished)))
+
+    def _count(self, tokens: int) -> None:
+        self.step += 1
+        for fragment in range(self.settings.num_fragments):
+            self.steps[fragment] += 1
+            self.tokens[fragment] += tokens
+
+    def _arrive(self, event: MergedReceived) -> list[LearnerEffect]:
+        """Keep the newest version of each fragment until the boundary."""
+        older = self._arrived.get(event.fragment)
+        newest = max(self.versions[event.fragment], older.version if older else -1)
+        if event.version <= newest:
+            return [DiscardPayload(handle=event.handle)]
+        self._arrived[event.fragment] = event
+        return [DiscardPayload(handle=older.handle)] if older else []
+
+    def _install_due(self) -> list[LearnerEffect]:
+        return [self._install(self._arrived.pop(f)) for f in sorted(self._arrived) if self._may_install(f)]
+
+    def _send_due(self, *, stepped: bool) -> list[LearnerEffect]:
+        if stepped and self.settings.lockstep:
+            self._asked |= {f for f in range(self.settings.num_fragments) if self._scheduled(f)}
+        return [self._send(f) for f in sorted(self._asked) if self.steps[f] > 0 or self.parked]
+
+    def _may_install(self, fragment: int) -> bool:
+        """In lock-step exactly tau steps after the sending (a parked learner takes none); otherwise at once."""
+        sent_at = self._sent_at.get(fragment)
+        return sent_at is None or self.parked or self.step - sent_at >= self.settings.overlap_steps
+
+    def _install(self, merged: MergedReceived) -> InstallFragment:
+        f = merged.fragment
+        effect = InstallFragment(
+            fragment=f, version=merged.version, handle=merged.handle, tokens=self.tokens[f], steps=self.steps[f]
+        )
+        self.versions[f] = merged.version
+        self.steps[f] = self.tokens[f] = 0
+        self._sent_at.pop(f, None)
+        return effect
+
+    def _send(self, fragment: int) -> SendFragment:
+        self._asked.discard(fragment)
+        if self.settings.lockstep:
+            self._sent_at[fragment] = self.step
+        return SendFragment(
+            fragment=fragment,
+            base_version=self.versions[fragment],
+            tokens=self.tokens[fragment],
+            steps=self.steps[fragment],
+            sent_at_step=self.step,
+        )
+
+    def _scheduled(self, fragment: int) -> bool:
+        """Lock-step: due every H steps at the fragment's offset (Streaming DiLoCo, 2501.18512)."""
+        s = self.settings
+        offset = 0 if s.same_offset else due_offset_steps(fragment, s.num_fragments, s.inner_steps)
+        return self.step % s.inner_steps == offset % s.inner_steps and fragment not in self._sent_at
