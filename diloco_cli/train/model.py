@@ -80,28 +80,12 @@ class Rotary:
         return cos.to(like.dtype).unsqueeze(1), sin.to(like.dtype).unsqueeze(1)
 
 
-class _Rotate(torch.autograd.Function):
-    """x * cos + rotate_half(x) * sin in three kernels; backward is the rotation the other way, in three more.
-
-    Autograd's own formula takes seven kernels and keeps two more activations.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        (g,) = grads
-        return torch.addcmul(g * cos, g.roll(g.shape[-1] // 2, -1), sin, value=-1), None, None
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to heads [B, T, heads, head_dim] (transformers' half-rotation convention)."""
-    rotated: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
-    return rotated
+    """Apply rotary positions to heads [B, T, heads, head_dim] (transformers' half-rotation convention).
+
+    x * cos + rotate_half(x) * sin, the minus sign of rotate_half being in the table.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class Attention(nn.Module):
