@@ -1,0 +1,1 @@
+"""Small complete examples that recipes point at."""
