@@ -10,17 +10,36 @@ releases delayed chunks. close() may come from anywhere and unblocks all of them
 Owns: sockets, TLS, link emulation, bounds on what a peer may cost. Must not: decide anything of the protocol or
 touch tensors. Called by: run.syncer_main (Listener), run.learner_main (connect), both (Outbox).
 
-How bytes go through TLS: ssl.SSLObject over memory BIOs, with socket operations of CHUNK_BYTES, instead of
-ssl.SSLSocket, which does one system call per record of 16 KiB to send and two to receive.
+Bytes on a connection: TLS 1.3 records (handshake, all frame heads, so all of control) and, for payloads only, sealed
+chunks. A frame head that announces a payload is followed, inside TLS, by 32 random bytes: the key of this one payload.
+The payload comes as AES-256-GCM chunks of up to CHUNK_BYTES, chunk i under nonce i::
+
+    TLS record      type 0x14..0x17, 0x03, 0x03 or 0x01, length u16, body
+    sealed chunk    type 0x44, length u32 of the plain bytes, ciphertext, tag of 16 bytes
+
+Why that is sound: a key is used for one payload, so no nonce comes twice; keys travel under TLS's authentication and
+forward secrecy; the payload's length is in the authenticated head, so chunks cannot be cut off, added, swapped (nonce)
+or taken from another payload (key). Why not TLS for payloads too: Python gives TLS one record of 16 KiB per call, and
+its OpenSSL may be an old one. CPU seconds per GB moved over loopback, sender + receiver, best of 4 runs of 6 x 64 MiB
+on 2 shared cores (OpenSSL 3.0.19 in ssl, 4.0.3 in cryptography):
+
+    plain TCP, 1 MiB calls, bbr / cubic           0.37 / 0.27
+    ssl.SSLSocket, TLS 1.3 AES-256-GCM            1.24
+    ssl.SSLObject, socket calls of 256 KiB - 1 MiB  1.19 - 1.06
+    the same, TLS 1.2 AES-128-GCM                 1.03
+    sealed chunks of 256 KiB                      @@@@
+    encryption + decryption alone: TLS over memory BIOs 0.75, pyOpenSSL on OpenSSL 4.0.3 0.68, sealed chunks 0.20
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import random
 import selectors
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections import OrderedDict, deque
@@ -29,6 +48,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cryptography import x509
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.x509.oid import NameOID
 
 from diloco_cli.errors import EnvironmentNotReady
@@ -44,6 +65,15 @@ MIN_CHUNK_BYTES = 4 * 1024
 BURST_S = 0.02
 # Bytes under way on a link without a rate limit but with latency; a limited link holds rate * latency.
 DELAY_LINE_BYTES = 64 * 1024 * 1024
+
+RECORD_HEAD_BYTES = 5
+TLS_RECORD_MAX_BYTES = 16 * 1024 + 256
+TLS_TYPES = (0x14, 0x15, 0x16, 0x17)
+SEALED_TYPE = 0x44
+KEY_BYTES = 32
+TAG_BYTES = 16
+
+_RECORD_HEAD = struct.Struct(">BI")
 
 Payload = memoryview | bytes | bytearray
 Allocate = Callable[[Message, int], memoryview | None]
@@ -131,10 +161,10 @@ class LinkShaper:
 class _DelayLine:
     """Chunks that have departed but not arrived: written to the socket when their time comes, by a thread."""
 
-    def __init__(self, write: Callable[[bytes], None], limit_bytes: int, name: str) -> None:
+    def __init__(self, write: Callable[[Payload], None], limit_bytes: int, name: str) -> None:
         self._write = write
         self._limit = limit_bytes
-        self._chunks: deque[tuple[float, bytes]] = deque()
+        self._chunks: deque[tuple[float, Payload]] = deque()
         self._held = 0
         self._closed = False
         self._error: BaseException | None = None
@@ -142,7 +172,7 @@ class _DelayLine:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, release_s: float, data: bytes) -> None:
+    def put(self, release_s: float, data: Payload) -> None:
         """Hand over a chunk; waits while a peer that reads slowly has filled the line."""
         with self._changed:
             while self._held > self._limit and not self._closed and self._error is None:
@@ -182,7 +212,7 @@ class _DelayLine:
                 self._held -= len(data)
                 self._changed.notify_all()
 
-    def _next(self) -> bytes | None:
+    def _next(self) -> Payload | None:
         with self._changed:
             while not self._closed:
                 if not self._chunks:
@@ -228,11 +258,9 @@ class _Tls:
         with self._lock:
             return self._out.read()
 
-    def encrypt(self, *parts: Payload) -> bytes:
+    def encrypt(self, data: Payload) -> bytes:
         with self._lock:
-            for part in parts:
-                if len(part):
-                    self._object.write(part)
+            self._object.write(data)
             return self._out.read()
 
     def feed(self, data: Payload) -> None:
@@ -291,7 +319,9 @@ class Channel:
         self._closed = threading.Event()
         self._close_reason = ""
         self._send_lock = threading.Lock()
-        self._staging = memoryview(bytearray(CHUNK_BYTES))
+        self._sealed_in = memoryview(bytearray(CHUNK_BYTES + TAG_BYTES))
+        self._sealed_out = memoryview(bytearray(RECORD_HEAD_BYTES + CHUNK_BYTES + TAG_BYTES))
+        self._record = memoryview(bytearray(RECORD_HEAD_BYTES + TLS_RECORD_MAX_BYTES))
         self._delay_line: _DelayLine | None = None
         if shaper.delayed:
             self._delay_line = _DelayLine(self._write, shaper.delay_line_bytes, f"delay-{peer}")
@@ -309,12 +339,15 @@ class Channel:
         """
         body = memoryview(payload).cast("B") if payload is not None else memoryview(b"")
         head = encode_message(message, len(body))
-        step = self._shaper.chunk_bytes
         with self._send_lock:
-            first = max(step - len(head), 0)
-            self._send_chunk(head, body[:first])
-            for start in range(first, len(body), step):
-                self._send_chunk(body[start : start + step])
+            if not len(body):
+                self._send_chunk(self._tls.encrypt(head))
+                return
+            key = os.urandom(KEY_BYTES)
+            self._send_chunk(self._tls.encrypt(head + key))
+            cipher, step = AESGCM(key), self._shaper.chunk_bytes
+            for index, start in enumerate(range(0, len(body), step)):
+                self._send_chunk(self._seal(cipher, index, body[start : start + step]))
 
     def receive(
         self, allocate: Allocate, on_progress: Callable[[int], None] | None = None
@@ -373,10 +406,17 @@ class Channel:
 
     # -- sending
 
-    def _send_chunk(self, *parts: Payload) -> None:
+    def _seal(self, cipher: AESGCM, index: int, plain: memoryview) -> memoryview:
+        """One sealed chunk, in a buffer of its own if it is to wait in the delay line."""
+        size = RECORD_HEAD_BYTES + len(plain) + TAG_BYTES
+        out = self._sealed_out[:size] if self._delay_line is None else memoryview(bytearray(size))
+        _RECORD_HEAD.pack_into(out, 0, SEALED_TYPE, len(plain))
+        cipher.encrypt_into(_nonce(index), plain, None, out[RECORD_HEAD_BYTES:])
+        return out
+
+    def _send_chunk(self, data: Payload) -> None:
         if self._closed.is_set():
             raise ChannelClosed(self._close_reason)
-        data = self._tls.encrypt(*parts)
         shaper = self._shaper
         if not shaper.limited and not shaper.delayed:
             self._write(data)
@@ -392,7 +432,7 @@ class Channel:
         else:
             self._write(data)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: Payload) -> None:
         try:
             self._sock.sendall(data)
         except OSError as error:
@@ -416,43 +456,94 @@ class Channel:
         target = buffer.cast("B")
         if len(target) != size:
             raise ProtocolError(f"payload of {size} bytes where {len(target)} were expected")
-        self._read_into(target, on_progress)
+        self._open_payload(target, on_progress)
         return message, buffer
 
     def _read_exactly(self, count: int) -> bytearray:
+        """`count` bytes of what comes inside TLS."""
         data = bytearray(count)
-        self._read_into(memoryview(data), None)
+        target, done = memoryview(data), 0
+        while done < count:
+            got = self._tls.decrypt_into(target[done:])
+            if not got:
+                self._feed_record(self._read_record_head())
+            done += got
         return data
 
-    def _skip(self, count: int, on_progress: Callable[[int], None] | None) -> None:
-        scratch = memoryview(bytearray(min(count, CHUNK_BYTES)))
-        while count:
-            piece = scratch[: min(count, len(scratch))]
-            self._read_into(piece, on_progress)
-            count -= len(piece)
+    def _skip(self, size: int, on_progress: Callable[[int], None] | None) -> None:
+        """Take a payload of `size` bytes and throw it away, in constant memory."""
+        self._open_payload(None, on_progress, size)
 
-    def _read_into(self, target: memoryview, on_progress: Callable[[int], None] | None) -> None:
-        decrypt_into, size, done = self._tls.decrypt_into, len(target), 0
-        while done < size:
-            count = decrypt_into(target[done:])
-            if count:
-                done += count
+    def _open_payload(
+        self, target: memoryview | None, on_progress: Callable[[int], None] | None, size: int | None = None
+    ) -> None:
+        cipher = AESGCM(bytes(self._read_exactly(KEY_BYTES)))
+        total = len(target) if target is not None else (size or 0)
+        scratch = memoryview(bytearray(CHUNK_BYTES)) if target is None else None
+        index = done = 0
+        while done < total:
+            kind, length = self._read_record_head()
+            if kind != SEALED_TYPE:
+                # The peer ends the session; anything else has no place here.
+                self._feed_record((kind, length))
+                if self._tls.decrypt_into(self._sealed_in):
+                    raise ProtocolError("another frame within a payload")
                 continue
-            self._fill()
+            if not 0 < length <= min(CHUNK_BYTES, total - done):
+                raise ProtocolError(f"sealed chunk of {length} bytes where {total - done} are left")
+            sealed = self._sealed_in[: length + TAG_BYTES]
+            self._receive_exactly(sealed)
+            plain = scratch[:length] if target is None else target[done : done + length]  # type: ignore[index]
+            try:
+                cipher.decrypt_into(_nonce(index), sealed, None, plain)
+            except InvalidTag:
+                raise ChannelClosed("damaged on the way: a chunk of payload is not what was sent") from None
+            index, done = index + 1, done + length
             if on_progress is not None:
-                on_progress(done)
+                on_progress(length)
 
-    def _fill(self) -> None:
-        """Take what the socket has, at least one byte, and hand it to TLS."""
-        try:
-            count = self._sock.recv_into(self._staging)
-        except OSError as error:
-            raise ChannelClosed(self._close_reason or f"lost while receiving: {error}") from None
-        if not count:
-            raise ChannelClosed(self._close_reason or "closed by the peer")
-        self._tls.feed(self._staging[:count])
-        self.bytes_received += count
-        self.last_received_s = time.monotonic()
+    def _read_record_head(self) -> tuple[int, int]:
+        """(type, length) of the next record on the wire, length within what its type may have."""
+        head = self._record[:RECORD_HEAD_BYTES]
+        self._receive_exactly(head)
+        kind = head[0]
+        if kind == SEALED_TYPE:
+            return kind, int(_RECORD_HEAD.unpack(head)[1])
+        return kind, _tls_record_length(head)
+
+    def _feed_record(self, head: tuple[int, int]) -> None:
+        """Hand the record that `head` begins to TLS."""
+        kind, length = head
+        if kind == SEALED_TYPE:
+            raise ProtocolError("payload that no frame has announced")
+        end = RECORD_HEAD_BYTES + length
+        self._receive_exactly(self._record[RECORD_HEAD_BYTES:end])
+        self._tls.feed(self._record[:end])
+
+    def _receive_exactly(self, target: memoryview) -> None:
+        done = 0
+        while done < len(target):
+            try:
+                count = self._sock.recv_into(target[done:])
+            except OSError as error:
+                raise ChannelClosed(self._close_reason or f"lost while receiving: {error}") from None
+            if not count:
+                raise ChannelClosed(self._close_reason or "closed by the peer")
+            done += count
+            self.bytes_received += count
+            self.last_received_s = time.monotonic()
+
+
+def _nonce(index: int) -> bytes:
+    return index.to_bytes(12, "big")
+
+
+def _tls_record_length(head: memoryview | bytes | bytearray) -> int:
+    """Length of the TLS record with these first five bytes."""
+    length = (head[3] << 8) | head[4]
+    if head[0] not in TLS_TYPES or head[1] != 3 or length > TLS_RECORD_MAX_BYTES:
+        raise ProtocolError("not a TLS record")
+    return length
 
 
 # ---- sending in the background ------------------------------------------------------------------
@@ -681,9 +772,21 @@ def _client_handshake(sock: socket.socket, credentials: Credentials, deadline: f
             sock.sendall(output)
         if done:
             return tls
-        received = sock.recv(CHUNK_BYTES)
-        if not received:
+        received = _receive_record(sock)
+
+
+def _receive_record(sock: socket.socket) -> bytes:
+    """One TLS record of the handshake, and not a byte more."""
+    record = b""
+    end = RECORD_HEAD_BYTES
+    while len(record) < end:
+        data = sock.recv(end - len(record))
+        if not data:
             raise ChannelClosed("closed by the peer during the TLS handshake")
+        record += data
+        if len(record) == RECORD_HEAD_BYTES:
+            end += _tls_record_length(record)
+    return record
 
 
 def _tune(sock: socket.socket) -> None:
@@ -720,7 +823,7 @@ class _Pending:
     tls: _Tls
     peer: str = ""
     received: int = 0
-    output: bytes = b""
+    record: bytearray = field(default_factory=bytearray)
     reader: FrameReader = field(default_factory=FrameReader)
 
 
@@ -847,25 +950,39 @@ class Listener:
             self._hand_over(pending, hello)
 
     def _advance(self, pending: _Pending) -> Hello | None:
-        limit = self.MAX_HELLO_BYTES if pending.peer else self.MAX_UNPROVEN_BYTES
-        data = pending.sock.recv(min(limit - pending.received, 16 * 1024) or 1)
-        pending.received += len(data)
-        if not data:
-            raise ProtocolError("closed before it proved itself")
-        if pending.received > limit:
-            raise ProtocolError(f"more than {limit} bytes before its Hello")
+        record = self._next_record(pending)
+        if record is None:
+            return None
         if pending.peer:
-            pending.tls.feed(data)
-        else:
-            done, output = pending.tls.handshake(data)
-            # A few KiB into an empty socket buffer: what does not fit there means a peer up to no good.
-            if output and pending.sock.send(output) != len(output):
-                raise ProtocolError("does not read during the TLS handshake")
-            if not done:
-                return None
+            pending.tls.feed(record)
+            return self._hello(pending)
+        done, output = pending.tls.handshake(record)
+        # A few KiB into an empty socket buffer: what does not fit there means a peer up to no good.
+        if output and pending.sock.send(output) != len(output):
+            raise ProtocolError("does not read during the TLS handshake")
+        if done:
             pending.peer = pending.tls.peer_name()
             pending.received = 0
-        return self._hello(pending)
+        return None
+
+    def _next_record(self, pending: _Pending) -> bytearray | None:
+        """The next whole TLS record, once it is there. Never takes a byte beyond it: the Channel goes on from there."""
+        head_only = len(pending.record) < RECORD_HEAD_BYTES
+        end = RECORD_HEAD_BYTES + (0 if head_only else _tls_record_length(pending.record))
+        data = pending.sock.recv(end - len(pending.record))
+        if not data:
+            raise ProtocolError("closed before it proved itself")
+        limit = self.MAX_HELLO_BYTES if pending.peer else self.MAX_UNPROVEN_BYTES
+        pending.received += len(data)
+        if pending.received > limit:
+            raise ProtocolError(f"more than {limit} bytes before its Hello")
+        pending.record += data
+        if len(pending.record) < RECORD_HEAD_BYTES:
+            return None
+        if len(pending.record) < RECORD_HEAD_BYTES + _tls_record_length(pending.record):
+            return None
+        record, pending.record = pending.record, bytearray()
+        return record
 
     def _hello(self, pending: _Pending) -> Hello | None:
         scratch = memoryview(bytearray(16 * 1024))
