@@ -158,7 +158,6 @@ class Island:
             names = list(tensors)
         found = dict(_named_tensors(model))
         self._full_rows = {name: _rows(found[name]) for name in names}
-        buffers_shared = any(not isinstance(found[name], nn.Parameter) for name in names)
         self.model = model
         self.module = model
         if self.sharded:
@@ -167,20 +166,18 @@ class Island:
             if compile_model:
                 model.compile()
             if self.world_size > 1:
-                self.module = self._wrap_ddp(model, unused_parameters, buffers_shared)
+                self.module = self._wrap_ddp(model, unused_parameters)
         # Taken once: FSDP2 puts unsharded stand-ins into the module around forward, but these stay the truth.
         found = dict(_named_tensors(model))
         self._tensors = {name: found[name].detach() for name in names}
         return self.module
 
-    def _wrap_ddp(self, model: nn.Module, unused_parameters: bool, buffers_shared: bool) -> nn.Module:
+    def _wrap_ddp(self, model: nn.Module, unused_parameters: bool) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
         return DistributedDataParallel(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            # Only buffers that are part of the state need to agree; rotary tables are the same everywhere.
-            broadcast_buffers=buffers_shared,
             gradient_as_bucket_view=True,
             find_unused_parameters=unused_parameters,
         )
