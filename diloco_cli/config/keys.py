@@ -16,12 +16,15 @@ import itertools
 import re
 import types
 import typing
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
 from diloco_cli.config import schema
 from diloco_cli.config.schema import Config, IslandNetwork, IslandOverride
+
+
+_HINTS: dict[type, dict[str, Any]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,13 +163,10 @@ def _walk(value: Any, prefix: str) -> Iterator[Setting]:
 
 
 def _hints(cls: Any) -> dict[str, Any]:
-    owner: Hashable = cls if isinstance(cls, type) else type(cls)
-    return _cached_hints(owner)
-
-
-@functools.cache
-def _cached_hints(cls: Hashable) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    owner = cls if isinstance(cls, type) else type(cls)
+    if owner not in _HINTS:
+        _HINTS[owner] = typing.get_type_hints(owner)
+    return _HINTS[owner]
 
 
 def _strip_optional(annotation: Any) -> Any:
