@@ -437,7 +437,7 @@ def _islands_box(snapshot: RunSnapshot, width: int, height: int) -> list[Line]:
 
 def _syncer_box(snapshot: RunSnapshot, width: int, height: int) -> list[Line]:
     syncer = snapshot.syncer
-    rate = f" ({syncer.merges_per_s:.2g}/s)" if syncer.merges_per_s is not None else ""
+    rate = f" ({figures.count(syncer.merges_per_s)}/s)" if syncer.merges_per_s is not None else ""
     last = f"{figures.ago(syncer.last_merge_age_s)} ago" if syncer.last_merge_age_s is not None else "none yet"
     members = f" from {syncer.last_learners} of {snapshot.live}" if syncer.last_learners is not None else ""
     versions, bars = _versions(syncer.versions, width - 2)
@@ -501,7 +501,7 @@ def _versions(versions: Sequence[int], width: int) -> tuple[list[Line], list[Lin
 def _syncer_line(snapshot: RunSnapshot) -> Line:
     """The syncer in one line, for low windows."""
     syncer = snapshot.syncer
-    rate = f" ({syncer.merges_per_s:.2g}/s)" if syncer.merges_per_s is not None else ""
+    rate = f" ({figures.count(syncer.merges_per_s)}/s)" if syncer.merges_per_s is not None else ""
     return [
         (" merges ", DIM), (f"{syncer.merges}{rate}", ""),
         ("  quorum ", DIM), (figures.span(syncer.quorum_time_s), ""),

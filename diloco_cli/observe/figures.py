@@ -14,7 +14,8 @@ def count(value: float | None) -> str:
     if value is None:
         return "–"
     if abs(value) < 1000:
-        return f"{value:.0f}" if abs(value) >= 100 or float(value).is_integer() else f"{value:.3g}"
+        digits = 0 if abs(value) >= 99.95 or float(value).is_integer() else 1 if abs(value) >= 9.995 else 2
+        return f"{value:.{digits}f}"
     for scale, unit in ((1e3, "k"), (1e6, "M"), (1e9, "G"), (1e12, "T"), (1e15, "P")):
         scaled = value / scale
         if abs(scaled) < 999.5:
