@@ -84,7 +84,10 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """The learner installed `version`; tokens and steps are its counters just before the reset."""
+    """The learner installed `version`; tokens and steps are its counters just before the reset.
+
+    waited_s: how long the fragment lay at the learner until its next step boundary.
+    """
 
     TYPE: ClassVar[int] = 5
     fragment: int
@@ -92,6 +95,7 @@ class Installed:
     tokens: int
     steps: int
     step: int
+    waited_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
