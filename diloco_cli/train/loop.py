@@ -28,7 +28,7 @@ class BatchSource(Protocol):
     """What a Trainer needs of train.data.ShardCursor."""
 
     def next_batch(self) -> tuple[Tensor, Tensor, list[str]]:
-        """Tokens int64 [B, T], targets int64 [B, T] (PADDING where there is none), sample ids."""
+        """One micro-batch of this rank: tokens and targets int64 [B, T] (PADDING where there is none), sample ids."""
 
 
 class StepResult(NamedTuple):
@@ -73,7 +73,8 @@ class Trainer:
         cfg: the whole configuration (model, inner, data.seq_len are read).
         island: not yet set up; this calls island.setup(model). All ranks make their Trainer together.
         model: on the CPU, the same on all ranks.
-        cursor: this rank's batches of micro_batch(island.cfg) sequences.
+        cursor: this rank's micro-batches, micro_batch(island.cfg) sequences each
+            (ShardCursor(..., batch=island.cfg.batch // island.cfg.accumulate)).
         total_steps: length of the learning-rate schedule.
         corpus: for evaluate (train.data.Corpus); may be None where nobody evaluates.
         step: inner steps already behind this learner (joining or resuming).

@@ -11,9 +11,11 @@ from torch import nn
 
 from diloco_cli.config.schema import Autocast, Config, InnerOptimizerKind, ModelConfig, Parallel, Schedule
 from diloco_cli.core.fragments import FragmentSpec, build_layout
+from diloco_cli.train.data import Corpus, Document, TokenStream
 from diloco_cli.train.island import Island, micro_batch
 from diloco_cli.train.loop import PADDING, Trainer
 from diloco_cli.train.model import aux_loss, build_model, state_tensors, tensor_inventory
+from diloco_cli.train.tokenizer import ByteTokenizer
 
 VOCAB, SEQ, STEPS = 31, 12, 3
 
@@ -226,28 +228,23 @@ def evaluate_then_install(rank: int, world_size: int, store: str, parallel: str)
     cfg = config(parallel, world_size)
     cfg.data.seq_len = SEQ
     trainer = make_trainer(cfg, rank, world_size, store, dtype=torch.float32)
-    batches = [(tokens, targets) for tokens, targets in global_batches(steps=3)]
-    trainer.corpus = batches
-    import diloco_cli.train.data as data
-
-    data.validation_batches = lambda corpus, *_: iter(corpus)  # the corpus is another module's test
-    first = trainer.evaluate(12)
-    spec = tensor_inventory(build_model(cfg.model, VOCAB, 3))
-    zero = {}
-    for fragment in build_layout(spec, num_fragments=3, min_fragment_bytes=64).fragments:
-        zero[fragment.fragment] = torch.zeros(fragment.numel)
-        trainer.island.install_fragment(fragment, zero[fragment.fragment] if rank == 0 else None, 0.0)
-    second = trainer.evaluate(12)
+    text = torch.randint(0, VOCAB, (100,), generator=torch.Generator().manual_seed(2))
+    stream = TokenStream([Document("text", "", text.numpy())])  # 9 windows, the last of 3 targets: 5 batches of 2
+    trainer.corpus = Corpus(stream, stream, ByteTokenizer(), VOCAB, SEQ, "")
+    first = trainer.evaluate(1000)
+    specs = tensor_inventory(build_model(cfg.model, VOCAB, 3))
+    for fragment in build_layout(specs, num_fragments=3, min_fragment_bytes=64).fragments:
+        trainer.island.install_fragment(fragment, torch.zeros(fragment.numel) if rank == 0 else None, 0.0)
+    second = trainer.evaluate(1000)
     training = trainer.model.training
     trainer.island.close()
     model = build_model(cfg.model, VOCAB, seed=3)
-    total, count = 0.0, 0
+    nats = 0.0
     with torch.no_grad():
-        for tokens, targets in batches:
-            kept = targets != PADDING
-            total -= float(model(tokens).log_softmax(-1)[kept].gather(1, targets[kept][:, None]).sum())
-            count += int(kept.sum())
-    return {"first": first, "second": second, "wanted": total / count, "count": count, "training": training}
+        for start in range(0, 99, SEQ):
+            piece = text[start : start + SEQ + 1]
+            nats -= float(model(piece[None, :-1])[0].log_softmax(-1).gather(1, piece[1:, None]).sum())
+    return {"first": first, "second": second, "wanted": nats / 99, "training": training}
 
 
 def plans(rank: int, world_size: int, store: str) -> list[Any]:
