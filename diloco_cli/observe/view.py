@@ -215,7 +215,9 @@ class _Island:
 
 
 _KEPT_METRICS = ("loss", "tokens_per_s", "step_time_s", "link_up_bps", "link_down_bps", "staleness_steps", "tokens")
-_FINISHED_WORDS = ("finish", "complete", "target reached", "done")
+_ORDERLY_END = re.compile(
+    r"(finished|completed|done)\b|(the )?run (has reached|is over|is ending|has ended)|target reached"
+)
 
 
 class RunView:
@@ -415,7 +417,7 @@ class RunView:
     def _on_leave(self, record: Mapping[str, Any], time_s: float) -> None:
         island = self._island(record.get("learner"))
         reason = clean(record.get("reason") or "")
-        if self._status is not None or any(word in reason.lower() for word in _FINISHED_WORDS):
+        if self._status is not None or _ORDERLY_END.match(reason.lower()):
             self._set_state(island, "finished", reason, time_s)
             self._add_log("leave", f"{island.name} finished at step {island.step}", "info", time_s)
             return
@@ -459,11 +461,20 @@ class RunView:
         island = self._island(record.get("learner"))
         island.installed_step = whole(record, "step")
 
+    def _on_merge_skipped(self, record: Mapping[str, Any], time_s: float) -> None:
+        reason = clean(record.get("reason") or "no reason given")
+        text = f"fragment {whole(record, 'fragment')}: {reason}"
+        self._add_log("no merge", text, "warn", time_s, key="no merge", routine=True)
+
+    def _on_final_cut(self, record: Mapping[str, Any], time_s: float) -> None:
+        self._add_log("target", "reached; the last contributions come in", "good", time_s)
+
     def _on_late(self, record: Mapping[str, Any], time_s: float) -> None:
         island = self._island(record.get("learner"))
         island.late += 1
         self._late += 1
-        reason = clean(record.get("reason") or "its merge was already done")
+        kept = ", kept for the next round" if record.get("kept") is True else ""
+        reason = clean(record.get("reason") or "its merge was already done") + kept
         text = f"{island.name}, fragment {whole(record, 'fragment')}: {reason}"
         self._add_log("late", text, "warn", time_s, key=f"late {island.name}", routine=True)
 
@@ -473,7 +484,7 @@ class RunView:
         self._refused += 1
         reason = clean(record.get("reason") or "no reason given")
         text = f"{island.name}, fragment {whole(record, 'fragment')}: {reason}"
-        self._add_log("refused", text, "bad", time_s, key=f"refused {text}")
+        self._add_log("refused", text, "bad", time_s, key=f"refused {island.name} {reason}")
 
     def _on_evaluation(self, record: Mapping[str, Any], time_s: float) -> None:
         loss, step = number(record, "loss"), whole(record, "step")
@@ -497,7 +508,7 @@ class RunView:
         self._add_log("error", f"{process}: {text}" if process else text, "bad", time_s)
 
     def _on_finish(self, record: Mapping[str, Any], time_s: float) -> None:
-        self._status = clean(record.get("status") or "finished", 24)
+        self._status = clean(record.get("status") or "finished", 24).replace("_", " ")
         self._status_reason = clean(record.get("reason") or "")
         for island in self._islands.values():
             if island.state in ("training", "waiting"):

@@ -171,8 +171,11 @@ def test_a_report_under_way_does_not_bring_back_a_gone_island_but_a_join_does() 
     made.apply({"time": 3.0, "event": "join", "learner": "a", "step": 5})
     assert made.snapshot(3.0).islands[0].state == "training"
     assert "a is back at step 5" in [line.text for line in made.snapshot(3.0).log]
-    made.apply({"time": 4.0, "event": "leave", "learner": "a", "reason": "finished"})
+    made.apply({"time": 4.0, "event": "leave", "learner": "a", "reason": "the run has reached its target"})
     assert made.snapshot(4.0).islands[0].state == "finished"
+    made.apply({"time": 5.0, "event": "join", "learner": "a"})
+    made.apply({"time": 6.0, "event": "leave", "learner": "a", "reason": "incomplete frame, undone"})
+    assert made.snapshot(6.0).islands[0].state == "gone"
 
 
 def test_an_island_that_says_nothing_is_shown_as_silent() -> None:
@@ -191,6 +194,8 @@ def test_merges_are_one_line_that_counts_and_late_ones_too() -> None:
     log = made.snapshot(50.0).log
     assert [(line.event, line.count) for line in log] == [("merge", 50), ("late", 50)]
     assert made.snapshot(50.0).syncer.late == 50
+    made.apply({"time": 51.0, "event": "late", "learner": "b", "fragment": 1, "kept": True})
+    assert made.snapshot(51.0).log[-1].text == "b, fragment 1: its merge was already done, kept for the next round"
 
 
 def test_a_long_run_keeps_its_curve_in_bounded_memory_and_in_shape() -> None:
