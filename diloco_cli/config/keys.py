@@ -23,7 +23,6 @@ from typing import Any
 from diloco_cli.config import schema
 from diloco_cli.config.schema import Config, IslandNetwork, IslandOverride
 
-
 _HINTS: dict[type, dict[str, Any]] = {}
 
 
@@ -101,10 +100,9 @@ def settings(group: str = "") -> tuple[Setting, ...]:
 
 def groups() -> dict[str, str]:
     """Group name -> what it is, in one line."""
-    return {f.name: docs(Config)[f.name] for f in dataclasses.fields(Config)}
+    return {f.name: _GROUP_DOCS[f.name] for f in dataclasses.fields(Config)}
 
 
-@functools.cache
 def docs(cls: type) -> dict[str, str]:
     """Field name -> the docstring under it, on one line."""
     tree = ast.parse(inspect.cleandoc(inspect.getsource(cls)))
@@ -152,6 +150,7 @@ def _below(cls: type) -> Iterator[str]:
 
 def _walk(value: Any, prefix: str) -> Iterator[Setting]:
     cls = type(value)
+    meanings = docs(cls)
     for field in dataclasses.fields(value):
         key, default = f"{prefix}{field.name}", getattr(value, field.name)
         if dataclasses.is_dataclass(default):
@@ -159,7 +158,7 @@ def _walk(value: Any, prefix: str) -> Iterator[Setting]:
         else:
             hint = _hints(cls)[field.name]
             kind = kind_of(hint) + (" or null" if type(None) in typing.get_args(hint) else "")
-            yield Setting(key, kind, default, docs(cls).get(field.name, ""))
+            yield Setting(key, kind, default, meanings.get(field.name, ""))
 
 
 def _hints(cls: Any) -> dict[str, Any]:
@@ -174,3 +173,6 @@ def _strip_optional(annotation: Any) -> Any:
         inner = [a for a in typing.get_args(annotation) if a is not type(None)]
         return inner[0] if len(inner) == 1 else Any
     return annotation
+
+
+_GROUP_DOCS = docs(Config)

@@ -95,7 +95,7 @@ def _vocab_size(cfg: Config) -> int:
         return cfg.model.vocab_size
     if cfg.data.tokenizer == "bytes":
         return 256
-    from diloco_cli.train.data import load_tokenizer
+    from diloco_cli.train.tokenizer import load_tokenizer
 
     return int(load_tokenizer(cfg.data.tokenizer).vocab_size)
 
