@@ -25,10 +25,13 @@ import torch
 from torch import Tensor
 
 WIRES = ("float32", "bfloat16", "int8", "int4", "e3m0")
+# Sent as drift since the base with error feedback, not as parameters (algorithm.md, Wire types).
+DRIFT_WIRES = ("int8", "int4", "e3m0")
 BLOCK = 256
 # Elements worked on at once: 256 KiB of float32, several of which fit a core's L2 cache.
 CHUNK = 64 * 1024
 _E3M0_VALUES = torch.tensor([0.0] + [2.0 ** (e - 7) for e in range(1, 8)])
+_LARGEST = torch.finfo(torch.float32).max
 _BITS_OF_2_TO_MINUS_7 = 0x3C000000
 _E3M0_TABLE = torch.cat([_E3M0_VALUES, -_E3M0_VALUES])
 
@@ -233,6 +236,8 @@ def _scale_to_levels(values: Tensor, scales: Tensor, levels: float) -> None:
     torch.maximum(values.amax(dim=1), values.amin(dim=1).neg_(), out=scales)
     if levels != 1.0:
         scales /= levels
+        # Rounded up, the scale of the largest float32 would decode to infinity.
+        scales.clamp_(max=_LARGEST / levels * (1 - 2.0**-23))
     # A subnormal scale has no finite inverse, and a scale of zero none at all: divide, and mend 0 / 0.
     divisors = scales.unsqueeze(1)
     values /= torch.where(divisors > 0, divisors, torch.ones_like(divisors))
