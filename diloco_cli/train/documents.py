@@ -268,7 +268,7 @@ def holdout_cuts(names: list[str], sizes: list[int], fraction: float) -> list[in
     target = fraction * sum(sizes)
     cuts = list(sizes)
     taken = 0
-    for i in sorted(range(len(names)), key=lambda i: hashlib.blake2b(names[i].encode(), digest_size=8).digest()):
+    for i in sorted(range(len(names)), key=lambda i: hashlib.blake2b(os.fsencode(names[i]), digest_size=8).digest()):
         if taken + sizes[i] <= target:
             taken += sizes[i]
             cuts[i] = 0
