@@ -140,7 +140,7 @@ class LinkShaper:
         self.chunk_bytes = CHUNK_BYTES
         self.delay_line_bytes = DELAY_LINE_BYTES
         if rate_bps is not None:
-            self.chunk_bytes = int(min(max(rate_bps * 0.002 / 8, MIN_CHUNK_BYTES), CHUNK_BYTES))
+            self.chunk_bytes = _chunk_bytes(rate_bps)
             self.delay_line_bytes = int(rate_bps / 8 * (latency_s + jitter_s + 2 * BURST_S)) + 4 * CHUNK_BYTES
 
     @property
@@ -157,6 +157,12 @@ class LinkShaper:
         """Count bytes that were reserved and whose departure time has come."""
         with self._lock:
             self._bytes_sent += num_bytes
+
+
+def _chunk_bytes(rate_bps: float) -> int:
+    """2 ms of the rate; at least 4 KiB, unless even that would take the link for more than 20 ms."""
+    least = min(MIN_CHUNK_BYTES, rate_bps * 0.02 / 8)
+    return int(min(max(rate_bps * 0.002 / 8, least, 64), CHUNK_BYTES))
 
 
 class _DelayLine:
@@ -187,7 +193,8 @@ class _DelayLine:
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything is written; False when it took longer."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._held or self._closed, timeout_s) and not self._held
+            self._changed.wait_for(lambda: not self._held or self._closed, timeout_s)
+            return not self._held and self._error is None
 
     def close(self) -> None:
         with self._changed:
@@ -342,12 +349,14 @@ class Channel:
         body = memoryview(payload).cast("B") if payload is not None else memoryview(b"")
         head = encode_message(message, len(body))
         with self._send_lock:
+            key = os.urandom(KEY_BYTES) if len(body) else b""
+            step = self._shaper.chunk_bytes
+            record = self._tls.encrypt(head + key)
+            for start in range(0, len(record), step):
+                self._send_chunk(record[start : start + step])
             if not len(body):
-                self._send_chunk(self._tls.encrypt(head))
                 return
-            key = os.urandom(KEY_BYTES)
-            self._send_chunk(self._tls.encrypt(head + key))
-            cipher, step = AESGCM(key), self._shaper.chunk_bytes
+            cipher = AESGCM(key)
             for index, start in enumerate(range(0, len(body), step)):
                 self._send_chunk(self._seal(cipher, index, body[start : start + step]))
 
@@ -640,7 +649,7 @@ class Outbox:
         if flushed:
             flushed = self.channel.flush(max(deadline - time.monotonic(), 0.0))
         else:
-            self.channel.close(self.channel._close_reason or "not flushed in time")
+            self.channel.close("not flushed in time")
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
         return flushed
@@ -651,6 +660,10 @@ class Outbox:
                 self.channel.send(item.message, item.payload)
             except ChannelClosed as error:
                 self._fail(item, str(error))
+                return
+            except Exception as error:
+                log.exception("sending to %s failed", self.channel.peer)
+                self._fail(item, f"internal error: {error}")
                 return
             if item.on_sent is not None:
                 item.on_sent()
@@ -750,6 +763,7 @@ def _connect_once(
     peer: str,
 ) -> Channel:
     sock = socket.create_connection(address, timeout=max(deadline - time.monotonic(), 0.01))
+    channel: Channel | None = None
     try:
         _tune(sock)
         tls = _client_handshake(sock, credentials, deadline)
@@ -760,6 +774,8 @@ def _connect_once(
         channel = Channel(sock, tls, name, shaper)
         channel.send(hello)
     except BaseException:
+        if channel is not None:
+            channel.close()
         sock.close()
         raise
     return channel
