@@ -212,6 +212,9 @@ def compose(overrides: list[str], conf: str | None = None) -> Config:
             )
         _check_choice(one)
     source = _Source(typed, recipe, path)
+    for key in _left_open("", recipe):
+        if source.giver(key) is None:
+            raise _missing(key, source)
     try:
         raw = _hydra(recipe, [_for_hydra(one) for one in typed if not one.is_free])
         for one in typed:
@@ -267,7 +270,7 @@ def _load_recipe(path: Path) -> dict[str, Any]:
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         raise ConfigError("the recipe cannot be read", where=str(path), why=_first_line(error)) from error
     if not isinstance(recipe, dict):
-        raise ConfigError("a recipe is a mapping of settings", where=str(path), hint="sync:\\n  quorum: 2")
+        raise ConfigError("a recipe is a mapping of settings", where=str(path), hint="a line such as run: {steps: 100}")
     defaults = recipe.pop("defaults", [])
     if "algorithm" in recipe:
         defaults = [*defaults, {"sync": recipe.pop("algorithm")}]
@@ -279,6 +282,15 @@ def _load_recipe(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = {"defaults": [*_recipe_defaults(defaults, path), "_self_"]}
     content.update((str(key), value) for key, value in recipe.items())
     return content
+
+
+def _left_open(prefix: str, value: Any) -> Iterator[str]:
+    """Keys whose value is ???, which OmegaConf would pass over where the schema has a default."""
+    if isinstance(value, dict):
+        for name, below in value.items():
+            yield from _left_open(f"{prefix}.{name}" if prefix else str(name), below)
+    elif value == "???":
+        yield prefix
 
 
 def _recipe_defaults(defaults: Any, path: Path) -> list[dict[str, str]]:
@@ -476,9 +488,7 @@ def _translate(error: Exception, source: _Source) -> ConfigError:
     key = str(keyed[0].full_key).replace("[", ".").replace("]", "").strip(".")
     where = source.of(key)
     if isinstance(keyed[0], MissingMandatoryValue):
-        if key.endswith("path"):
-            return ConfigError(f"{key}: say which file or folder", where=where, hint=f"{key}=FILE_OR_FOLDER")
-        return ConfigError(f"{key}: the recipe leaves this to you", where=where, hint=f"{key}=VALUE")
+        return _missing(key, source)
     kind = keys.type_of(key)
     if kind is None or kind is Any:
         return ConfigError(f"{key}: {_first_line(keyed[0])}", where=where)
@@ -491,6 +501,13 @@ def _translate(error: Exception, source: _Source) -> ConfigError:
         where=where,
         hint=f"{key}={close}" if close else "",
     )
+
+
+def _missing(key: str, source: _Source) -> ConfigError:
+    """A recipe's ??? that nobody filled in."""
+    if key.endswith("path"):
+        return ConfigError(f"{key}: say which file or folder", where=source.of(key), hint=f"{key}=FILE_OR_FOLDER")
+    return ConfigError(f"{key}: the recipe leaves this to you", where=source.of(key), hint=f"{key}=VALUE")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -118,7 +118,7 @@ def _parse(
         scale = _unit_value(match[2], units)
         value = Fraction(match[1]) * scale if scale is not None else None
     if value is None:
-        raise _refusal(text, key, noun, _nearest(text, units, example))
+        raise _refusal(text, key, noun, _nearest(text, units, example, zero))
     if value == 0 and not zero:
         raise _refusal(text, key, noun, f'a value above zero, such as "{example}"{also}')
     return value
@@ -136,7 +136,7 @@ def _unit_value(unit: str, units: Mapping[str, Fraction]) -> Fraction | None:
     return None
 
 
-def _nearest(text: str, units: Mapping[str, Fraction], example: str) -> str:
+def _nearest(text: str, units: Mapping[str, Fraction], example: str, zero: bool) -> str:
     """`"3gbps"` for "3gbs": what was most likely meant, quoted."""
     match = _LOOSE.fullmatch(text)
     number = (match[2] or "").replace(",", "").replace("_", "") if match else ""
@@ -144,6 +144,8 @@ def _nearest(text: str, units: Mapping[str, Fraction], example: str) -> str:
     if number.startswith("."):
         number = f"0{number}"
     if not number or len(number.partition(".")[0]) > 18 or re.search(r"[0-9][eE][+-]?[0-9]", text):
+        return f'"{example}"'
+    if not zero and not number.strip("0."):
         return f'"{example}"'
     example_unit = example.lstrip("0123456789")
     if unit.lower().replace("i", "") in ("gbps", "mbps", "kbps", "tbps") and "B" in unit:
