@@ -171,8 +171,10 @@ class SyncerCore:
         return self._drain()
 
     def handle(self, event: SyncerEvent, now_s: float) -> tuple[SyncerEffect, ...]:
-        """Take one event; return what the driver must do, in order. After `Finish` every event is ignored."""
-        if self.phase == DONE:
+        """Take one event; return what the driver must do, in order.
+
+        After `Finish` only merges that were under way are still booked; every other event is ignored."""
+        if self.phase == DONE and not isinstance(event, MergeFinished):
             return ()
         match event:
             case LearnerReport():

@@ -1,1 +1,1 @@
-
+"""The real runtime: processes, sockets, files."""

@@ -1,0 +1,233 @@
+"""Starting and ending the processes of a run on this machine: torchrun groups, or a forkserver.
+
+Owns: command lines, environments, process groups. Decides nothing: run.launcher does. Called by: run.launcher.
+
+torchrun starts in seconds and is what a user gets. The forkserver (launcher.kind: forkserver) keeps one process with
+torch imported and forks every rank from it in a tenth of a second; the learner's code is the same.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any, Protocol
+
+from diloco_cli.config.schema import Config, LauncherKind
+from diloco_cli.run import process
+from diloco_cli.run.rundir import RunDir
+
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "diloco_cli.run.children"]
+
+
+class Child(Protocol):
+    """A started process, or the processes of one island."""
+
+    name: str
+
+    def poll(self) -> int | None:
+        """Exit code (negative: the signal), None while it lives. An island's is that of the first rank that failed."""
+
+    def pids(self) -> list[int]:
+        """Processes that were started directly."""
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM)."""
+
+    def kill(self) -> None:
+        """End it now, with its whole process group."""
+
+
+def threads_per_rank(cfg: Config, name: str) -> int:
+    """CPU threads of each rank: as configured, or OMP_NUM_THREADS, or this machine's cores shared out among ranks."""
+    if (threads := cfg.island(name).threads) is not None:
+        return threads
+    if (asked := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(asked) > 0:
+        return int(asked)
+    ranks = sum(cfg.island(n).nproc_per_node for n in cfg.island_names())
+    return max(1, available_cores() // ranks)
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def syncer_threads(cfg: Config) -> int:
+    """Threads of the syncer's merges: all cores, since merges are short and rare; the system shares them out."""
+    return min(8, available_cores())
+
+
+class Children:
+    """Starts the processes of one run."""
+
+    def __init__(self, run: RunDir, cfg: Config, listening: socket.socket) -> None:
+        self._run = run
+        self._cfg = cfg
+        self._listening = listening
+        self._forks = cfg.launcher.kind is LauncherKind.forkserver
+        self._control_write: int | None = None
+
+    def start_syncer(self) -> Child:
+        """Start the syncer with the listening socket and a control pipe."""
+        env = {"OMP_NUM_THREADS": str(syncer_threads(self._cfg))}
+        if self._forks:
+            context = _forkserver()
+            reader, writer = context.Pipe(duplex=False)
+            self._control_write = os.dup(writer.fileno())
+            writer.close()
+            child: Child = _ForkedChild("syncer", [_fork(_forked_syncer, self._run, "syncer", env, self._listening, reader)])
+            reader.close()
+            return child
+        read_fd, self._control_write = os.pipe()
+        listen_fd = self._listening.fileno()
+        module = ["diloco_cli.run.syncer_main", str(self._run.path), str(listen_fd), str(read_fd)]
+        child = self._popen("syncer", module, env, (listen_fd, read_fd))
+        os.close(read_fd)
+        return child
+
+    def start_island(self, name: str) -> Child:
+        """Start one island's ranks."""
+        island = self._cfg.island(name)
+        env = {**island.env, "OMP_NUM_THREADS": str(threads_per_rank(self._cfg, name))}
+        if not self._forks:
+            arguments = ["diloco_cli.run.agent", str(self._run.path), name, str(island.nproc_per_node)]
+            return self._popen(name, arguments, env, ())
+        env |= {"WORLD_SIZE": str(island.nproc_per_node), "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": str(_free_port())}
+        ranks = [
+            _fork(_forked_rank, self._run, name, env | {"RANK": str(r), "LOCAL_RANK": str(r)})
+            for r in range(island.nproc_per_node)
+        ]
+        return _ForkedChild(name, ranks)
+
+    def tell_syncer(self, line: bytes) -> None:
+        """Write one line to the syncer's control pipe; nothing happens if it is gone."""
+        if self._control_write is not None:
+            with suppress(BrokenPipeError):
+                os.write(self._control_write, line)
+
+    def close(self) -> None:
+        """Close the control pipe."""
+        if self._control_write is not None:
+            os.close(self._control_write)
+            self._control_write = None
+
+    def _popen(self, name: str, module: list[str], env: dict[str, str], fds: tuple[int, ...]) -> Child:
+        with open(self._run.log(name), "ab") as log:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", *module],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=fds,
+                # A session of its own: Ctrl-C in the terminal reaches the launcher alone, and the group can be killed.
+                start_new_session=True,
+                # Safe path: a file called like a standard module in the user's folder must not break torch.
+                env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **env},
+            )
+        return _PopenChild(name, popen)
+
+
+class _PopenChild:
+    def __init__(self, name: str, popen: subprocess.Popen[bytes]) -> None:
+        self.name = name
+        self._popen = popen
+
+    def poll(self) -> int | None:
+        return self._popen.poll()
+
+    def pids(self) -> list[int]:
+        return [self._popen.pid]
+
+    def terminate(self) -> None:
+        with suppress(ProcessLookupError):
+            self._popen.terminate()
+
+    def kill(self) -> None:
+        # Even when the agent is gone, members of its group may be there.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            self._popen.kill()
+        self._popen.wait()
+
+
+class _ForkedChild:
+    def __init__(self, name: str, ranks: list[Any]) -> None:
+        self.name = name
+        self._ranks = ranks
+
+    def poll(self) -> int | None:
+        codes = [r.exitcode for r in self._ranks]
+        failed = [c for c in codes if c]
+        if failed:
+            # As torchrun does: an island that lost a rank is no learner any more.
+            self.kill()
+            return int(failed[0])
+        return None if None in codes else 0
+
+    def pids(self) -> list[int]:
+        return [r.pid for r in self._ranks]
+
+    def terminate(self) -> None:
+        for rank in self._ranks:
+            rank.terminate()
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.join()
+
+
+def _forkserver() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def _fork(target: Any, run: RunDir, name: str, env: dict[str, str], *more: object) -> Any:
+    # Not daemonic: a daemonic process may not have children, and data loaders of user models may want some.
+    rank = _forkserver().Process(target=target, args=(run.path, name, env, *more), name=name)
+    rank.start()
+    return rank
+
+
+def _begin_forked(run: RunDir, name: str, env: dict[str, str]) -> None:
+    process.die_with_parent()
+    process.redirect_output(run.log(name))
+    os.environ.update(env)
+
+
+def _forked_rank(path: Path, name: str, env: dict[str, str]) -> None:
+    _begin_forked(RunDir(path), name, env)
+    from diloco_cli.run.learner_main import run_rank
+
+    _exit(run_rank(path, name))
+
+
+def _forked_syncer(path: Path, name: str, env: dict[str, str], listening: socket.socket, control: Connection) -> None:
+    _begin_forked(RunDir(path), name, env)
+    from diloco_cli.run.syncer_main import run_syncer
+
+    _exit(run_syncer(path, listening, os.dup(control.fileno())))
+
+
+def _exit(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,223 @@
+"""The global parameters Theta, the outer state, and contributions in memory, as the syncer process holds them.
+
+Owns: one flat float32 vector of Theta and of the outer state per fragment, the encoded copies that learners get, and
+received payloads by handle. Decides nothing. Called by: run.syncer_main (actor and merge worker), run.peers.
+
+Memory: 2 float32 models (Theta, outer state), 1 to KEPT_VERSIONS models in the wire type of the broadcast, and
+the contributions of the rounds under way.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco_cli.config.schema import Anchor, Config, MergeRule, OuterOptimizerKind
+from diloco_cli.core.fragments import BUFFER as BUFFER_ROLE
+from diloco_cli.core.fragments import WEIGHT, FragmentSpec, Layout
+from diloco_cli.core.merge import AVERAGE, BUFFER, RDA, MergeInput, Segment, merge
+from diloco_cli.core.syncer import LearnerState
+from diloco_cli.core.types import Contribution
+from diloco_cli.run.buffers import BufferPool, view
+from diloco_cli.run.learner_main import model_layout
+from diloco_cli.wire.codecs import DRIFT_WIRES, decode, encode, encoded_bytes
+
+_PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def segments(fragment: FragmentSpec, rule: MergeRule) -> list[Segment]:
+    """The merge rule of each tensor: rda for weights if asked for, the average for embeddings and head."""
+    rules = {BUFFER_ROLE: BUFFER, WEIGHT: RDA if rule is MergeRule.rda else AVERAGE}
+    return [Segment(s.offset, s.numel, rules.get(s.role, AVERAGE)) for s in fragment.slices]
+
+
+class GlobalModel:
+    """Theta and everything that is computed from it."""
+
+    KEPT_VERSIONS = 4
+    """Most versions of a fragment, older than the newest, whose parameters are kept as anchors."""
+
+    def __init__(self, cfg: Config) -> None:
+        from diloco_cli.train.model import build_model, state_tensors
+        from diloco_cli.train.tokenizer import load_tokenizer
+
+        self._cfg = cfg
+        self.tokenizer = load_tokenizer(cfg.data.tokenizer)
+        model = build_model(cfg.model, cfg.model.vocab_size or self.tokenizer.vocab_size, cfg.run.seed)
+        self.layout = model_layout(cfg, model)
+        tensors = state_tensors(model)
+        self._shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        self._theta = [_flatten(f, tensors) for f in self.layout.fragments]
+        self._state = [torch.zeros(f.numel) for f in self.layout.fragments]
+        self._segments = [segments(f, cfg.outer.merge) for f in self.layout.fragments]
+        self._wire = cfg.network.wire_down.value
+        self._payloads: list[dict[int, Tensor]] = [{0: self._encoded(f)} for f in range(len(self.layout))]
+        self._newest = [0] * len(self.layout)
+
+    def merge(self, fragment: int, inputs: Sequence[MergeInput]) -> Tensor:
+        """Merge into Theta and take the outer step; returns the payload to broadcast. For the merge worker."""
+        outer = self._cfg.outer
+        nesterov = outer.optimizer is OuterOptimizerKind.nesterov
+        merge(
+            self._theta[fragment],
+            self._state[fragment],
+            inputs,
+            lr=outer.lr,
+            momentum=outer.momentum,
+            nesterov=nesterov,
+            segments=self._segments[fragment],
+            in_place=True,
+        )
+        return self._encoded(fragment)
+
+    def adopt(self, fragment: int, version: int, payload: Tensor) -> None:
+        """From now on `payload` is what learners get as `version`. For the actor, when the merge is finished."""
+        assert version == self._newest[fragment] + 1
+        self._newest[fragment] = version
+        self._payloads[fragment][version] = payload
+
+    def digest(self, fragment: int) -> str:
+        """CRC-32 of Theta's bytes: tells whether a replay came to the same bits."""
+        return f"crc32:{zlib.crc32(view(self._theta[fragment].view(torch.uint8))):08x}"
+
+    def wire_payload(self, fragment: int) -> memoryview:
+        """The newest version of a fragment as it goes over the wire."""
+        return view(self._payloads[fragment][self._newest[fragment]])
+
+    def knows(self, fragment: int, version: int) -> bool:
+        """Whether that version's parameters are still here to measure a drift against."""
+        return version in self._payloads[fragment]
+
+    def forget_unneeded(self, fragment: int, learners: Iterable[LearnerState]) -> None:
+        """Drop versions that no learner can still start from: older than the one before the oldest installed."""
+        oldest = min((state.versions[fragment] for state in learners), default=self._newest[fragment])
+        oldest = max(oldest - 1, self._newest[fragment] - self.KEPT_VERSIONS)
+        for version in [v for v in self._payloads[fragment] if v < oldest]:
+            del self._payloads[fragment][version]
+
+    def merge_input(self, c: Contribution, values: Tensor, *, is_drift: bool) -> MergeInput:
+        """A contribution as core.merge takes it, with its anchor (outer.anchor)."""
+        newest = self._newest[c.fragment]
+        base: Tensor | None = None
+        if c.base_version != newest:
+            if self._cfg.outer.anchor is Anchor.base and not is_drift:
+                base = self._decoded(c.fragment, c.base_version)
+            elif self._cfg.outer.anchor is Anchor.global_ and is_drift:
+                values, is_drift = values + self._decoded(c.fragment, c.base_version), False
+        return MergeInput(
+            learner=c.learner, values=values, tokens=c.tokens, steps=c.steps, base=base, is_drift=is_drift
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Theta by name, in the model's shapes and dtypes."""
+        whole = {name: torch.empty(shape, dtype=torch.float32) for name, (shape, _) in self._shapes.items()}
+        for fragment, flat in zip(self.layout.fragments, self._theta, strict=True):
+            for s in fragment.slices:
+                target = whole[s.name]
+                rows = target.narrow(0, s.row_start, s.num_rows) if target.ndim else target
+                rows.copy_(flat[s.offset : s.offset + s.numel].view(rows.shape))
+        return {name: _as_dtype(t, self._shapes[name][1]) for name, t in whole.items()}
+
+    def _encoded(self, fragment: int) -> Tensor:
+        theta = self._theta[fragment]
+        return encode(theta, self._wire, torch.empty(encoded_bytes(theta.numel(), self._wire), dtype=torch.uint8))
+
+    def _decoded(self, fragment: int, version: int) -> Tensor:
+        return decode(self._payloads[fragment][version], self._wire, self.layout.fragments[fragment].numel)
+
+
+def _flatten(fragment: FragmentSpec, tensors: Mapping[str, Tensor]) -> Tensor:
+    flat = torch.empty(fragment.numel)
+    for s in fragment.slices:
+        tensor = tensors[s.name].detach()
+        rows = tensor.narrow(0, s.row_start, s.num_rows) if tensor.ndim else tensor
+        flat[s.offset : s.offset + s.numel].copy_(rows.reshape(-1))
+    return flat
+
+
+def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype is torch.bool:
+        return tensor >= 0.5
+    return tensor.to(dtype) if dtype.is_floating_point else tensor.round().to(dtype)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A received contribution: what to merge, and the buffer that it lies in."""
+
+    values: Tensor
+    is_drift: bool
+    buffer: Tensor
+    owner: str
+
+
+class PayloadStore:
+    """Contributions in memory, by handle. Receivers put, the actor frees. Thread-safe.
+
+    A learner may have `limit` contributions here at once; more wait in its receiver, so that memory is bounded
+    whatever it sends.
+    """
+
+    def __init__(self, cfg: Config, layout: Layout) -> None:
+        self._wire = cfg.network.wire_up.value
+        self._layout = layout
+        self._limit = len(layout) + max(1, cfg.sync.overlap_steps)
+        self._pool = BufferPool(max_kept=max(4, cfg.islands.count))
+        self._held: dict[int, _Held] = {}
+        self._room: dict[str, threading.Semaphore] = {}
+        self._lock = threading.Lock()
+        self._next_handle = 1
+
+    def take_buffer(self, owner: str, num_bytes: int) -> Tensor:
+        """Memory for one payload; waits while this learner has too much here already."""
+        with self._lock:
+            room = self._room.setdefault(owner, threading.Semaphore(self._limit))
+        room.acquire()
+        return self._pool.take(num_bytes)
+
+    def give_back(self, owner: str, buffer: Tensor) -> None:
+        """A payload that never became a contribution."""
+        self._pool.give(buffer)
+        self._room[owner].release()
+
+    def put(self, owner: str, buffer: Tensor, fragment: int) -> tuple[int, str]:
+        """Keep a received payload; returns its handle, and what is wrong with its values, if anything is."""
+        numel = self._layout.fragments[fragment].numel
+        is_drift = self._wire in DRIFT_WIRES
+        values = decode(buffer, self._wire, numel) if is_drift else buffer.view(_PLAIN[self._wire])
+        problem = _problem(values)
+        with self._lock:
+            handle = self._next_handle
+            self._next_handle += 1
+            self._held[handle] = _Held(values, is_drift, buffer, owner)
+        return handle, problem
+
+    def merge_inputs(self, members: Sequence[Contribution], model: GlobalModel) -> list[MergeInput]:
+        """The contributions as core.merge takes them."""
+        with self._lock:
+            held = [self._held[c.handle] for c in members]
+        return [model.merge_input(c, h.values, is_drift=h.is_drift) for c, h in zip(members, held, strict=True)]
+
+    def free(self, handle: int) -> None:
+        """The contribution is merged or dropped."""
+        with self._lock:
+            held = self._held.pop(handle)
+        self.give_back(held.owner, held.buffer)
+
+    @property
+    def num_held(self) -> int:
+        """Contributions in memory."""
+        return len(self._held)
+
+
+def _problem(values: Tensor) -> str:
+    """Why these values may not reach Theta. aminmax hands NaN through and needs no second vector."""
+    low, high = torch.aminmax(values)
+    if torch.isfinite(low) and torch.isfinite(high):
+        return ""
+    return "it contains NaN" if torch.isnan(low) or torch.isnan(high) else "it contains infinity"
