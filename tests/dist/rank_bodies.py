@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco_cli.config.schema import Autocast, Config, InnerOptimizerKind, ModelConfig, Parallel, Schedule
+from diloco_cli.config.schema import Config, InnerOptimizerKind, IslandConfig, ModelConfig, Parallel, Schedule
 from diloco_cli.core.fragments import FragmentSpec, build_layout
 from diloco_cli.train.data import Corpus, Document, TokenStream
 from diloco_cli.train.island import Island, micro_batch
 from diloco_cli.train.loop import PADDING, Trainer
-from diloco_cli.train.model import aux_loss, build_model, state_tensors, tensor_inventory
+from diloco_cli.train.model import build_model, state_tensors, tensor_inventory
 from diloco_cli.train.tokenizer import ByteTokenizer
 
 VOCAB, SEQ, STEPS = 31, 12, 3
@@ -92,10 +92,7 @@ def reference(
         log_p = model(tokens).log_softmax(-1)
         kept = targets != PADDING
         loss = -log_p[kept].gather(1, targets[kept][:, None]).sum() / kept.sum()
-        objective = loss
-        if cfg.model.num_experts:
-            objective = loss + cfg.model.router_aux_weight * aux_loss(model)
-        objective.backward()
+        loss.backward()
         norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
         for p in model.parameters():
             p.grad *= min(1.0, i.clip_norm / (norm.item() + 1e-6))
@@ -108,8 +105,12 @@ def reference(
 # ---- bodies -------------------------------------------------------------------------------------
 
 
-def compare_with_reference(rank: int, world_size: int, store: str, parallel: str, accumulate: int) -> dict[str, Any]:
+def compare_with_reference(
+    rank: int, world_size: int, store: str, parallel: str, accumulate: int, experts: int
+) -> dict[str, Any]:
     cfg = config(parallel, world_size, accumulate=accumulate)
+    # The balance loss is one of each micro-batch by nature; without it experts too are as in one process.
+    cfg.model.num_experts, cfg.model.router_aux_weight = experts, 0.0
     trainer = make_trainer(cfg, rank, world_size, store)
     results = [trainer.step() for _ in range(STEPS)]
     wanted, history = reference(cfg)
@@ -127,18 +128,26 @@ def compare_with_reference(rank: int, world_size: int, store: str, parallel: str
     }
 
 
-def muon_and_experts_keep_ranks_equal(rank: int, world_size: int, store: str, parallel: str) -> list[list[float]]:
-    """Parameter sums per step; Muon's matrix iteration is in bfloat16, so only ranks are compared, not references."""
-    cfg = config(parallel, world_size, optimizer=InnerOptimizerKind.muon, autocast=Autocast.off)
+def muon_and_experts(rank: int, world_size: int, store: str, parallel: str) -> dict[str, Any]:
+    """Two steps with Muon, experts and the balance loss; `direction`: cosine of the first update to one rank's."""
+    cfg = config(parallel, world_size, optimizer=InnerOptimizerKind.muon, weight_decay=0.0)
     cfg.model.num_experts, cfg.model.experts_per_token = 4, 2
     trainer = make_trainer(cfg, rank, world_size, store, dtype=torch.float32)
-    sums = []
-    for _ in range(STEPS):
-        result = trainer.step()
-        parameters = full_parameters(trainer.model)
-        sums.append([result.loss, *(float(p.double().sum()) for p in parameters.values())])
+    start = {n: p.clone() for n, p in full_parameters(trainer.model).items()}
+    losses = [trainer.step().loss]
+    updates = {n: p - start[n] for n, p in full_parameters(trainer.model).items()}
+    losses.append(trainer.step().loss)
+    sums = [float(p.double().sum()) for p in full_parameters(trainer.model).values()]
     trainer.island.close()
-    return sums
+
+    island = Island(IslandConfig(batch=4), rank=0, world_size=1)
+    model = build_model(cfg.model, VOCAB, seed=3)
+    alone = Trainer(cfg, island, model, Shares(config(world_size=1), 0, global_batches()), total_steps=100)
+    alone.step()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    wanted = model.get_parameter(name).detach() - start[name]
+    direction = torch.nn.functional.cosine_similarity(wanted.flatten(), updates[name].flatten(), 0).item()
+    return {"losses": losses, "sums": sums, "direction": direction, "size": float(updates[name].norm() / wanted.norm())}
 
 
 def with_buffers(cfg: Config, dtype: torch.dtype) -> nn.Module:

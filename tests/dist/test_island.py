@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import rank_bodies as bodies
 
 
-@pytest.mark.parametrize(("parallel", "accumulate"), [("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)])
-def test_a_step_of_two_ranks_equals_one_process(run_ranks, parallel, accumulate):
-    reports = run_ranks(bodies.compare_with_reference, 2, parallel, accumulate)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("accumulate", "experts"), [(1, 0), (2, 0), (1, 3)])
+def test_a_step_of_two_ranks_equals_one_process(run_ranks, parallel, accumulate, experts):
+    reports = run_ranks(bodies.compare_with_reference, 2, parallel, accumulate, experts)
     for report in reports:
         assert report["moved"] > 1e-3  # the comparison is about something
         assert report["clipped"]
@@ -21,11 +25,23 @@ def test_a_step_of_two_ranks_equals_one_process(run_ranks, parallel, accumulate)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_muon_and_experts_keep_the_ranks_equal(run_ranks, parallel):
-    first, second = run_ranks(bodies.muon_and_experts_keep_ranks_equal, 2, parallel)
-    assert first == second
-    assert first[0] != first[-1]
-    assert all(math.isfinite(x) for step in first for x in step)
+def test_muon_with_experts_on_two_ranks(run_ranks, parallel):
+    first, second = run_ranks(bodies.muon_and_experts, 2, parallel)
+    assert first["losses"] == second["losses"]
+    assert first["sums"] == second["sums"]
+    assert first["losses"][0] != first["losses"][1]
+    # Muon iterates in bfloat16, which other shapes of the same sum round differently: same update, not the same bits.
+    assert first["direction"] > 0.9
+    assert first["size"] == pytest.approx(1.0, abs=0.1)
+
+
+def test_torchrun_starts_an_island():
+    """The environment that torchrun sets is all that an island needs."""
+    body = Path(__file__).with_name("torchrun_body.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(body)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["0/2:[7,11]:1", "1/2:[7,11]:1"]
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
