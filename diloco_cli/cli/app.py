@@ -61,6 +61,13 @@ def _root(
 def _complete_override(incomplete: str) -> list[str]:
     from diloco_cli.cli.commands import complete_override
 
+    # bash breaks words at "=", so that `conf=th` comes as three words and only the last is replaced.
+    words, current = os.environ.get("COMP_WORDS", "").split(), os.environ.get("COMP_CWORD", "")
+    if current.isdigit() and "=" in words[: int(current) + 1][-2:]:
+        before = words[: int(current) + 1]
+        key = before[before.index("=", len(before) - 2) - 1]
+        value = "" if incomplete == "=" else incomplete
+        return [found.partition("=")[2] for found in complete_override(f"{key}={value}")]
     return complete_override(incomplete)
 
 
@@ -88,7 +95,8 @@ def train(
 ) -> int:
     """Train a model over decoupled islands.
 
-    Starts islands and syncer on this machine, shows them at work, saves the result. Without arguments: the recipe first-run. `diloco config` lists the settings.
+    Starts islands and syncer on this machine, shows them at work and saves the result. Without arguments: the
+    recipe first-run. `diloco config` lists the settings.
     """
     from diloco_cli.cli import commands
 
