@@ -185,7 +185,7 @@ class _DelayLine:
             while self._held > self._limit and not self._closed and self._error is None:
                 self._changed.wait()
             if self._closed or self._error is not None:
-                raise ChannelClosed(f"connection closed: {self._error or 'by this side'}")
+                raise ChannelClosed(str(self._error or "closed by this side"))
             self._chunks.append((release_s, data))
             self._held += len(data)
             self._changed.notify_all()
@@ -442,7 +442,10 @@ class Channel:
             raise ChannelClosed(self._close_reason)
         shaper.departed(len(data))
         if self._delay_line is not None:
-            self._delay_line.put(release_s, data)
+            try:
+                self._delay_line.put(release_s, data)
+            except ChannelClosed as error:
+                raise ChannelClosed(self._close_reason or str(error)) from None
         else:
             self._write(data)
 
@@ -597,6 +600,7 @@ class Outbox:
         self._items: OrderedDict[object, _Item] = OrderedDict()
         self._sending = False
         self._closing = False
+        self._lost = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"outbox-{channel.peer}", daemon=True)
         self._thread.start()
@@ -621,7 +625,7 @@ class Outbox:
             elif slot in self._items:
                 dropped, self._items[slot] = self._items[slot], item
             elif len(self._items) >= self._max_items:
-                dropped, overflow = item, True
+                dropped, overflow, self._lost = item, True, True
             else:
                 self._items[slot] = item
             self._changed.notify_all()
@@ -643,12 +647,13 @@ class Outbox:
         with self._changed:
             if flush_s > 0:
                 self._changed.wait_for(lambda: self.channel.closed or not (self._items or self._sending), flush_s)
-            flushed = not (self._items or self._sending)
+            flushed = not (self._items or self._sending or self._lost)
             self._closing = True
             self._changed.notify_all()
         if flushed:
             flushed = self.channel.flush(max(deadline - time.monotonic(), 0.0))
         else:
+            # Its thread may be stuck in a send, which nothing else would end.
             self.channel.close("not flushed in time")
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
@@ -686,6 +691,7 @@ class Outbox:
             item.on_dropped()
         with self._changed:
             was_closing, self._closing, self._sending = self._closing, True, False
+            self._lost = True
         self._drop_rest()
         if self._on_error is not None and not was_closing:
             self._on_error(reason)
@@ -748,7 +754,7 @@ def connect(
                 raise EnvironmentNotReady(
                     f"cannot reach the {peer} at {where} within {timeout_s:g} s",
                     why=str(error),
-                    hint="check that the address is right and that no firewall is in between",
+                    hint="check the address, firewalls in between, and that the keys are those of this run",
                 ) from None
         time.sleep(pause)
         pause = min(pause * 2, 1.0)
