@@ -524,21 +524,28 @@ class RunConfig:
     dir: str = "runs"
     """Folder in which the run folder NAME-YYYYMMDD-HHMMSS is made."""
     steps: int = 1000
-    """Inner steps of the fastest learner; see finish_tolerance for the others."""
+    """Inner steps of the fastest learner; see finish_tolerance and finish_wait for the others."""
     tokens: str | None = None
     """Instead of steps: total tokens over all islands (12b, 300m); steps follow from it."""
     seed: int = 0
     """Seed of the initial parameters and of the order of the data."""
     deterministic: bool = False
     """Lock-step merges at fixed steps and torch's deterministic mode: same bits every time."""
-    finish_tolerance: float = 0.2
-    """Learners at or beyond (1 - this) of run.steps when the first is done are waited for."""
+    finish_tolerance: float = 0.1
+    """When the first learner is done, those are waited for that need at most this share of the run's time more."""
+    finish_wait: str = "10s"
+    """Or at most this long. Slower hardware is not waited for: its learner ends where it is."""
     eval_every_steps: int = 0
     """Validation of island-0's parameters every that many steps; 0: only at the end."""
     eval_sequences: int = 256
     """Validation sequences per evaluation."""
     trace_samples: bool = False
     """Write the sample ids of every island and step to samples/ISLAND.jsonl."""
+
+    @property
+    def finish_wait_s(self) -> float:
+        """`finish_wait` in seconds."""
+        return parse_duration_s(self.finish_wait, "run.finish_wait")
 
     def target_steps(self, tokens_per_step: float) -> int:
         """Inner steps of the fastest learner, given the tokens that all islands together process meanwhile."""

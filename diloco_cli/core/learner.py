@@ -75,10 +75,11 @@ class LearnerCore:
             return self.stopped_because
         if self.step >= self.settings.target_steps:
             return "the target is reached"
-        overdue = [f for f, at in self._sent_at.items() if self.step - at >= self.settings.overlap_steps]
+        overdue = [f for f, at in self._sent_at.items() if self.step - at >= self._overlap_steps]
         if overdue:
             return f"lock-step: the merge of fragment {min(overdue)}"
-        bound = self.settings.max_drift_steps
+        # Lock-step bounds the drift by itself, and an install there may have to wait for steps.
+        bound = None if self.settings.lockstep else self.settings.max_drift_steps
         if bound is not None and min(self.steps) >= bound:
             return f"{bound} steps without any merge (sync.max_drift_steps)"
         return ""
@@ -119,12 +120,19 @@ class LearnerCore:
     def _send_due(self, *, stepped: bool) -> list[LearnerEffect]:
         if stepped and self.settings.lockstep:
             self._asked |= {f for f in range(self.settings.num_fragments) if self._scheduled(f)}
-        return [self._send(f) for f in sorted(self._asked) if self.steps[f] > 0 or self.parked]
+        # In lock-step everybody answers every cut, be it with nothing: the others wait for it.
+        at_once = self.parked or self.settings.lockstep
+        return [self._send(f) for f in sorted(self._asked) if self.steps[f] > 0 or at_once]
+
+    @property
+    def _overlap_steps(self) -> int:
+        """Lock-step: tau, below H, since an install in the step of the next sending would leave nothing to send."""
+        return min(self.settings.overlap_steps, self.settings.inner_steps - 1)
 
     def _may_install(self, fragment: int) -> bool:
         """In lock-step exactly tau steps after the sending (a parked learner takes none); otherwise at once."""
         sent_at = self._sent_at.get(fragment)
-        return sent_at is None or self.parked or self.step - sent_at >= self.settings.overlap_steps
+        return sent_at is None or self.parked or self.step - sent_at >= self._overlap_steps
 
     def _install(self, merged: MergedReceived) -> InstallFragment:
         f = merged.fragment

@@ -69,11 +69,16 @@ class Ledger:
         if overlap:
             self._overlap[fragment] += tokens
 
-    def reclaim(self, fragment: int, tokens: int) -> None:
-        """Tokens settled as late were merged after all (`late: next`)."""
-        self._fates[LATE][fragment] -= tokens
+    def reclaim(self, fragment: int, fate: str, tokens: int, *, overlap: int = 0) -> None:
+        """Tokens settled as late or refused, `overlap` of them as overlap, were merged after all.
+
+        A later contribution from the same base contains them, or a late one was kept (`late: next`).
+        """
+        self._fates[fate][fragment] -= tokens
         self._fates[MERGED][fragment] += tokens
-        assert self._fates[LATE][fragment] >= 0
+        self._overlap[fragment] -= overlap
+        assert self._fates[fate][fragment] >= 0
+        assert self._overlap[fragment] >= 0
 
     def leave(self, learner: str) -> None:
         """Close an account: what is not settled is lost."""

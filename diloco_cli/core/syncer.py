@@ -18,13 +18,16 @@ One *round* collects one version of one fragment::
 
     (none) --due, and a slot is free--> open: asked --K in--> open: grace --window over or all in--> merging --> (none)
 
-* The global step is the largest step count reported by any live learner. A fragment is due H global steps after its
-  last round was opened, so neither a fast link nor a fast learner shrinks H. At most max(1, tau) rounds at once.
+* The global step is the largest step count that any learner reported. A fragment is due H steps of the clock after its
+  last round was opened, so neither a fast link nor a fast learner shrinks H. The clock counts the steps by which the
+  foremost training learner moves on: the global step, but it does not stand still when the foremost one goes away or
+  has reached the target. At most max(1, tau) rounds at once.
 * A learner is asked only when it has installed something newer than what its last merged contribution started from;
-  therefore no step of a learner enters two merges of a fragment. If it installs while the round is open it is asked
-  then, but not waited for.
+  therefore no step of a learner enters two merges of a fragment. If it installs, or joins, while the round is open it
+  is asked then, but not waited for.
 * In lock-step (`streaming`, `diloco`) learners send by their own schedule, a round opens with the first contribution,
-  and waits for all live learners.
+  and waits for all live learners. As they wait for its result, a round in which everything was refused is a merge of
+  nothing: the version grows, the parameters stay. A joining learner starts after the last cut that was opened.
 * Iteration over learners and fragments is in sorted order; effects come in the order in which they must be performed.
 * Unknown, late or duplicate input is answered by an effect with a reason, never by an exception.
 """
@@ -82,11 +85,28 @@ class SyncerSettings:
     keep_late: bool = False
     lockstep: bool = False
     target_steps: int = 1000
-    finish_tolerance: float = 0.2
+    finish_tolerance: float = 0.1
+    finish_wait_s: float = 10.0
     heartbeat_timeout_s: float = 10.0
     start_timeout_s: float = 120.0
     anchor_history: int = 4
     """Versions a contribution's base may be behind; older ones are unknown (nobody keeps their parameters)."""
+
+
+@dataclass(slots=True)
+class Counted:
+    """One learner's token counter for one fragment, from one install to the next.
+
+    Attributes:
+        tokens: the highest count seen, in a contribution or at the install that ended it. All of these are settled,
+            but for what is in a round.
+        refused: of these, settled as refused.
+        overlap: of these, the last ones, settled by the install that overwrote them.
+    """
+
+    tokens: int = 0
+    refused: int = 0
+    overlap: int = 0
 
 
 @dataclass(slots=True)
@@ -98,8 +118,10 @@ class LearnerState:
     """Per fragment: the version it last installed."""
     merged_base: list[int]
     """Per fragment: base version of its last contribution that a merge took; -1 if none."""
-    sent_tokens: list[int]
-    """Per fragment: tokens of its counters that are in a contribution already, since the last install."""
+    counted: list[dict[int, Counted]]
+    """Per fragment and base version: its counter since that install, as far as it is known here."""
+    progress_at_s: float
+    """When it last reported a new step."""
     step: int = 0
     step_time: Average = field(default_factory=Average)
     busy_s: float = 0.0
@@ -107,11 +129,18 @@ class LearnerState:
 
 @dataclass(slots=True)
 class Entry:
-    """A contribution in a round, with its part in the token account: to settle now, or to move from late."""
+    """A contribution in hand, with the fates that its tokens have met before.
+
+    A learner's contributions from one base contain each other, so an earlier one may have been late or refused; an
+    install that overtook the contribution has settled its tokens as late, too. If it is merged, they were not.
+    """
 
     contribution: Contribution
-    unsettled_tokens: int
-    settled_late_tokens: int
+    unsettled: int = 0
+    late: int = 0
+    refused: int = 0
+    overlap: int = 0
+    """Of the late ones."""
 
 
 @dataclass(slots=True)
@@ -123,6 +152,8 @@ class Round:
     awaited: set[str]
     """Asked when the round opened: these are waited for, within the grace window."""
     wait_for_all: bool
+    pulled: bool
+    """Learners are asked, rather than sending by their own schedule."""
     refused: set[str] = field(default_factory=set)
     """Answered, but with something that may not be merged: nobody waits for them in this round."""
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -153,6 +184,9 @@ class SyncerCore:
         self.uptime = Uptime()
         self.quorum_time = Average()
         self.sync_time = Average()
+        self._clock = 0
+        self._cuts = [-1] * count
+        """Lock-step, per fragment: the step at which the learners sent what the newest round collects."""
         self._due = [due_offset_steps(f, count, settings.inner_steps) or settings.inner_steps for f in range(count)]
         self._kept_late: list[list[Entry]] = [[] for _ in range(count)]
         self._merge_started_s: dict[tuple[int, int], float] = {}
@@ -212,19 +246,25 @@ class SyncerCore:
     # ---- learners come and go ----------------------------------------------------------------------
 
     def _joined(self, learner: str, now_s: float) -> None:
-        if learner in self.learners:
-            self._left(learner, "a newer connection of the same island", now_s)
+        newer = "a newer connection of the same island"
+        if self.phase in (FINAL, FINISHING):
+            if learner in self.learners:
+                self._left(learner, newer, now_s)
             if self.phase == DONE:
                 return
-        if self.phase in (FINAL, FINISHING):
             self._out.append(Disconnect(learner=learner, reason="the run is ending"))
             return
+        if learner in self.learners:
+            # It is here again at this very moment, so nothing is concluded from its absence.
+            self._forget(learner, newer, now_s)
         count = self.settings.num_fragments
+        self.global_step = max(self.global_step, *self._cuts)
         self.learners[learner] = LearnerState(
             last_seen_s=now_s,
             versions=list(self.versions),
             merged_base=[-1] * count,
-            sent_tokens=[0] * count,
+            counted=[{} for _ in range(count)],
+            progress_at_s=now_s,
             step=self.global_step,
         )
         self.expected.discard(learner)
@@ -232,6 +272,10 @@ class SyncerCore:
         self._record("join", learner=learner, step=self.global_step)
         if self.phase == RUNNING:
             self._send_state(learner, now_s)
+            for fragment in sorted(self.rounds):
+                self._ask_later(learner, fragment)
+                self._advance(fragment, now_s)
+            self._check_end(now_s)
         elif not self.expected:
             self._go(now_s)
 
@@ -252,18 +296,7 @@ class SyncerCore:
         known = learner in self.learners or learner in self.expected
         if not known:
             return
-        self.expected.discard(learner)
-        state = self.learners.pop(learner, None)
-        if state is not None:
-            self._busy_s_of_gone += state.busy_s * self.settings.chips.get(learner, 1)
-        self.ledger.leave(learner)
-        self._record("leave", learner=learner, reason=reason)
-        if self.phase != GATHERING:
-            self.uptime.change(now_s, len(self.learners))
-        for fragment in sorted(self.rounds):
-            current = self.rounds[fragment]
-            if current.merge_started_s is None and (entry := current.entries.pop(learner, None)):
-                self._out.append(DropPayload(handle=entry.contribution.handle, reason="its learner is gone"))
+        self._forget(learner, reason, now_s)
         available = len(self.learners) + len(self.expected)
         if available < self.settings.quorum:
             self._finish(
@@ -275,6 +308,36 @@ class SyncerCore:
         for fragment in sorted(self.rounds):
             self._advance(fragment, now_s)
         self._check_end(now_s)
+
+    def _forget(self, learner: str, reason: str, now_s: float) -> None:
+        """Close a learner's account and drop what is in hand of it: absent learners weigh zero."""
+        self.expected.discard(learner)
+        state = self.learners.pop(learner, None)
+        if state is not None:
+            self._busy_s_of_gone += state.busy_s * self.settings.chips.get(learner, 1)
+        self.ledger.leave(learner)
+        self._record("leave", learner=learner, reason=reason)
+        if self.phase != GATHERING:
+            self.uptime.change(now_s, len(self.learners))
+        for fragment in range(self.settings.num_fragments):
+            self._drop_kept(self._kept_late[fragment], learner, "its learner is gone")
+            current = self.rounds.get(fragment)
+            if current is None or current.merge_started_s is not None:
+                continue
+            self._drop_kept(current.kept, learner, "its learner is gone")
+            if entry := current.entries.pop(learner, None):
+                self._out.append(DropPayload(handle=entry.contribution.handle, reason="its learner is gone"))
+            # If it comes back while the round is open it has not been asked, and has not answered.
+            current.asked.discard(learner)
+            current.awaited.discard(learner)
+            current.refused.discard(learner)
+
+    def _drop_kept(self, kept: list[Entry], learner: str, reason: str, bases: range | None = None) -> None:
+        """Drop a learner's kept late contributions (those that start from `bases`)."""
+        for entry in [e for e in kept if e.contribution.learner == learner]:
+            if bases is None or entry.contribution.base_version in bases:
+                kept.remove(entry)
+                self._out.append(DropPayload(handle=entry.contribution.handle, reason=reason))
 
     def _seen(self, learner: str, now_s: float) -> None:
         if learner in self.learners:
@@ -289,12 +352,19 @@ class SyncerCore:
         if event.step_time_s is not None and event.step > state.step:
             state.step_time.add(event.step_time_s)
             state.busy_s += event.step_time_s * (event.step - state.step)
-        state.step = max(state.step, event.step)
+        if event.step > state.step:
+            training = [s.step for s in self.learners.values() if s.step < self.settings.target_steps]
+            self._clock += max(0, event.step - max(training, default=event.step))
+            state.step = event.step
+            state.progress_at_s = now_s
         self.global_step = max(self.global_step, state.step)
         self._open_due(now_s)
         self._check_end(now_s)
 
     # ---- rounds ------------------------------------------------------------------------------------
+
+    def _has_fragment(self, fragment: int) -> bool:
+        return 0 <= fragment < self.settings.num_fragments
 
     def _may_contribute(self, learner: str, fragment: int) -> bool:
         state = self.learners[learner]
@@ -305,7 +375,7 @@ class SyncerCore:
         if self.phase == FINAL:
             waiting = [f for f in sorted(self._final_left) if f not in self.rounds]
         elif self.phase in (RUNNING, FINISHING) and not self.settings.lockstep:
-            due = [f for f, at in enumerate(self._due) if at <= self.global_step and f not in self.rounds]
+            due = [f for f, at in enumerate(self._due) if at <= self._clock and f not in self.rounds]
             waiting = sorted(due, key=lambda f: (self._due[f], f))
         else:
             return
@@ -321,20 +391,33 @@ class SyncerCore:
             asked=asked,
             awaited=set(live) if wait_for_all else set(asked),
             wait_for_all=wait_for_all,
+            pulled=not self.settings.lockstep or self.phase == FINAL,
             kept=self._kept_late[fragment],
         )
         self._kept_late[fragment] = []
+        oldest = self.versions[fragment] - self.settings.anchor_history
+        for entry in list(current.kept):
+            self._drop_kept(current.kept, entry.contribution.learner, "its base is no longer known", range(oldest))
         self.rounds[fragment] = current
-        self._due[fragment] = self.global_step + self.settings.inner_steps
-        pushed = self.settings.lockstep and self.phase != FINAL
-        if not pushed and asked:
-            self._out.append(Pull(fragment=fragment, to=tuple(sorted(asked))))
-            self._record("pull", fragment=fragment, learners=sorted(asked), global_step=self.global_step)
+        self._due[fragment] = self._clock + self.settings.inner_steps
+        if current.pulled and asked:
+            self._pull(fragment, asked)
+
+    def _pull(self, fragment: int, asked: set[str]) -> None:
+        self._out.append(Pull(fragment=fragment, to=tuple(sorted(asked))))
+        self._record("pull", fragment=fragment, learners=sorted(asked), global_step=self.global_step)
+
+    def _ask_later(self, learner: str, fragment: int) -> None:
+        """Ask a learner that could not be asked when the round opened. It is not waited for, except for a quorum."""
+        current = self.rounds[fragment]
+        if current.pulled and current.merge_started_s is None and learner not in current.asked:
+            current.asked.add(learner)
+            self._pull(fragment, {learner})
 
     def _contribution(self, c: Contribution, now_s: float) -> None:
         state = self.learners.get(c.learner)
-        if state is None:
-            self._out.append(DropPayload(handle=c.handle, reason="its learner is gone"))
+        if state is None or not self._has_fragment(c.fragment):
+            self._out.append(DropPayload(handle=c.handle, reason="there is no such learner or fragment"))
             return
         state.last_seen_s = now_s
         reason = self._unacceptable(c, state)
@@ -342,18 +425,33 @@ class SyncerCore:
             self._refuse(c, reason, now_s)
             return
         entry = self._enter(c, state)
-        if self.settings.lockstep and c.fragment not in self.rounds and c.base_version == self.versions[c.fragment]:
-            self._open(c.fragment, now_s, wait_for_all=True)
+        self._open_pushed(c, now_s)
         current = self.rounds.get(c.fragment)
-        if current is None or current.merge_started_s is not None:
-            self._late(entry)
+        if c.base_version <= state.merged_base[c.fragment]:
+            self._late(entry, keep=False)
+        elif current is None or current.merge_started_s is not None or not self._belongs(c, current):
+            self._late(entry, keep=self.settings.keep_late and self.phase != FINAL)
+        elif c.learner in current.entries:
+            self._late(entry, keep=False)
+        else:
+            self._record_contribution("contribution", c)
+            # A contribution contains the earlier ones from the same base.
+            same_base = range(c.base_version, c.base_version + 1)
+            self._drop_kept(current.kept, c.learner, "a newer one from the same base", same_base)
+            current.entries[c.learner] = entry
+            self._advance(c.fragment, now_s)
+
+    def _open_pushed(self, c: Contribution, now_s: float) -> None:
+        """In lock-step a contribution, even one that is refused, opens its round."""
+        if not self.settings.lockstep or self.phase not in (RUNNING, FINISHING):
             return
-        if c.learner in current.entries:
-            self._refuse_entry(entry, "a second contribution to the same round")
-            return
-        self._record_contribution("contribution", c)
-        current.entries[c.learner] = entry
-        self._advance(c.fragment, now_s)
+        if c.fragment not in self.rounds and c.sent_at_step > self._cuts[c.fragment]:
+            self._cuts[c.fragment] = c.sent_at_step
+            self._open(c.fragment, now_s, wait_for_all=True)
+
+    def _belongs(self, c: Contribution, current: Round) -> bool:
+        """In lock-step a round collects one cut."""
+        return current.pulled or c.sent_at_step == self._cuts[c.fragment]
 
     def _unacceptable(self, c: Contribution, state: LearnerState) -> str:
         """Why a contribution can not enter any merge; empty if it can."""
@@ -362,52 +460,61 @@ class SyncerCore:
             return f"it starts from version {c.base_version}, the newest is {newest}"
         if c.base_version < newest - self.settings.anchor_history:
             return f"it starts from version {c.base_version}, which is no longer known (newest {newest})"
-        if c.base_version <= state.merged_base[c.fragment]:
-            return f"its steps since version {c.base_version} were merged before"
+        if c.base_version < state.versions[c.fragment] and c.base_version not in state.counted[c.fragment]:
+            return f"it starts from version {c.base_version}, which this learner never had"
         return ""
 
     def _enter(self, c: Contribution, state: LearnerState) -> Entry:
-        """Book a contribution's tokens as being in hand.
+        """Book a contribution's tokens as being in hand; see Entry and Counted."""
+        of_fragment = state.counted[c.fragment]
+        if c.base_version not in of_fragment:
+            if not state.versions[c.fragment] <= c.base_version <= self.versions[c.fragment]:
+                return Entry(c)
+            # The report of an install can be overtaken by what was sent after it.
+            of_fragment[c.base_version] = Counted()
+        counted = of_fragment[c.base_version]
+        tokens = max(0, c.tokens)
+        unsettled = max(0, tokens - counted.tokens)
+        refused = min(counted.refused, tokens - unsettled)
+        late = tokens - unsettled - refused
+        overlap = min(late, max(0, tokens - (counted.tokens - counted.overlap))) if counted.overlap else 0
+        counted.tokens = max(tokens, counted.tokens)
+        return Entry(c, unsettled, late, refused, overlap)
 
-        If its learner has installed something newer meanwhile, the install has settled them as late already.
-        """
-        if c.base_version < state.versions[c.fragment]:
-            return Entry(c, 0, c.tokens)
-        unsettled = max(0, c.tokens - state.sent_tokens[c.fragment])
-        state.sent_tokens[c.fragment] = max(c.tokens, state.sent_tokens[c.fragment])
-        return Entry(c, unsettled, 0)
-
-    def _late(self, entry: Entry) -> None:
+    def _late(self, entry: Entry, *, keep: bool) -> None:
         c = entry.contribution
-        self.ledger.settle(c.learner, c.fragment, LATE, entry.unsettled_tokens)
-        keep = self.settings.keep_late and self.phase != FINAL and c.steps > 0
+        self.ledger.settle(c.learner, c.fragment, LATE, entry.unsettled)
+        keep = keep and c.weight > 0.0
         self._record_contribution("late", c, kept=keep)
         if not keep:
             self._out.append(DropPayload(handle=c.handle, reason="late"))
             return
         waiting = self._kept_late[c.fragment]
-        for older in [e for e in waiting if e.contribution.learner == c.learner]:
-            waiting.remove(older)
-            self._out.append(
-                DropPayload(handle=older.contribution.handle, reason="a newer late one of the same learner")
-            )
-        waiting.append(Entry(c, 0, entry.settled_late_tokens + entry.unsettled_tokens))
+        self._drop_kept(waiting, c.learner, "a newer late one of the same learner")
+        entry.late += entry.unsettled
+        entry.unsettled = 0
+        waiting.append(entry)
 
     def _refuse(self, c: Contribution, reason: str, now_s: float) -> None:
         state = self.learners.get(c.learner)
-        if state is None:
-            self._out.append(DropPayload(handle=c.handle, reason="its learner is gone"))
+        if state is None or not self._has_fragment(c.fragment):
+            self._out.append(DropPayload(handle=c.handle, reason=reason if state else "its learner is gone"))
             return
         state.last_seen_s = now_s
         self._refuse_entry(self._enter(c, state), reason)
+        self._open_pushed(c, now_s)
         current = self.rounds.get(c.fragment)
-        if current is not None and current.merge_started_s is None and c.learner not in current.entries:
+        if current is None or current.merge_started_s is not None or not self._belongs(c, current):
+            return
+        if c.learner not in current.entries:
             current.refused.add(c.learner)
             self._advance(c.fragment, now_s)
 
     def _refuse_entry(self, entry: Entry, reason: str) -> None:
         c = entry.contribution
-        self.ledger.settle(c.learner, c.fragment, REFUSED, entry.unsettled_tokens)
+        self.ledger.settle(c.learner, c.fragment, REFUSED, entry.unsettled)
+        if counted := self.learners[c.learner].counted[c.fragment].get(c.base_version):
+            counted.refused += entry.unsettled
         self._record_contribution("refused", c, reason=reason)
         self._out.append(DropPayload(handle=c.handle, reason=reason))
 
@@ -478,7 +585,7 @@ class SyncerCore:
         entries = [*current.entries.values(), *current.kept]
         entries.sort(key=lambda e: (e.contribution.learner, e.contribution.base_version))
         taken = [e for e in entries if e.contribution.weight > 0.0]
-        if not taken:
+        if not taken and current.pulled:
             self._close_without_merge(fragment, current, "no learner has taken a step since its last install", now_s)
             return
         for entry in entries:
@@ -494,19 +601,17 @@ class SyncerCore:
 
     def _book_merged(self, entry: Entry) -> None:
         c = entry.contribution
-        if entry.unsettled_tokens:
-            self.ledger.settle(c.learner, c.fragment, MERGED, entry.unsettled_tokens)
-        if entry.settled_late_tokens:
-            self.ledger.reclaim(c.fragment, entry.settled_late_tokens)
-        if state := self.learners.get(c.learner):
-            state.merged_base[c.fragment] = max(state.merged_base[c.fragment], c.base_version)
+        state = self.learners[c.learner]
+        self.ledger.settle(c.learner, c.fragment, MERGED, entry.unsettled)
+        self.ledger.reclaim(c.fragment, LATE, entry.late, overlap=entry.overlap)
+        self.ledger.reclaim(c.fragment, REFUSED, entry.refused)
+        state.merged_base[c.fragment] = max(state.merged_base[c.fragment], c.base_version)
 
     def _close_without_merge(self, fragment: int, current: Round, reason: str, now_s: float) -> None:
         del self.rounds[fragment]
         for entry in [*current.entries.values(), *current.kept]:
             c = entry.contribution
-            if c.learner in self.learners:
-                self.ledger.settle(c.learner, fragment, LATE, entry.unsettled_tokens)
+            self.ledger.settle(c.learner, fragment, LATE, entry.unsettled)
             self._out.append(DropPayload(handle=c.handle, reason=reason))
         if current.wait_for_all:
             self._final_left.discard(fragment)
@@ -549,14 +654,19 @@ class SyncerCore:
 
     def _installed(self, event: FragmentInstalled, now_s: float) -> None:
         state = self.learners.get(event.learner)
-        if state is None or event.version <= state.versions[event.fragment]:
-            return
         f = event.fragment
+        if state is None or not self._has_fragment(f) or not state.versions[f] < event.version <= self.versions[f]:
+            return
         state.last_seen_s = now_s
+        counted = state.counted[f].setdefault(state.versions[f], Counted())
         # What was processed while the sync was under way is overwritten by the install.
-        overwritten = max(0, event.tokens - state.sent_tokens[f])
-        self.ledger.settle(event.learner, f, LATE, overwritten, overlap=state.sent_tokens[f] > 0)
-        state.sent_tokens[f] = 0
+        overwritten = max(0, event.tokens - counted.tokens)
+        overlap = counted.tokens > 0
+        self.ledger.settle(event.learner, f, LATE, overwritten, overlap=overlap)
+        counted.overlap = overwritten if overlap else 0
+        counted.tokens += overwritten
+        oldest = self.versions[f] - self.settings.anchor_history
+        state.counted[f] = {base: c for base, c in state.counted[f].items() if base >= oldest}
         state.versions[f] = event.version
         if (started_s := self._merge_started_s.get((f, event.version))) is not None:
             # Merging and sending; the wait for the step boundary is not a cost of the sync but its slack.
@@ -564,10 +674,8 @@ class SyncerCore:
         self._record(
             "install", learner=event.learner, fragment=f, version=event.version, step=event.step, steps=event.steps
         )
-        current = self.rounds.get(f)
-        if current is not None and current.merge_started_s is None and event.learner not in current.asked:
-            current.asked.add(event.learner)
-            self._out.append(Pull(fragment=f, to=(event.learner,)))
+        if f in self.rounds:
+            self._ask_later(event.learner, f)
         self._check_end(now_s)
 
     # ---- time and end --------------------------------------------------------------------------------
@@ -579,6 +687,8 @@ class SyncerCore:
             self._check_liveness(now_s)
         elif key == "start" and self.phase == GATHERING:
             missing = ", ".join(sorted(self.expected))
+            # They may still join, but nobody counts on them any more.
+            self.expected.clear()
             if len(self.learners) >= self.settings.quorum:
                 self._record("warning", message=f"starting without {missing}: not there in time")
                 self._go(now_s)
@@ -595,22 +705,41 @@ class SyncerCore:
                 if self.phase == DONE:
                     return
         self._out.append(SetTimer(key="liveness", at_s=now_s + timeout_s / 4))
+        self._check_end(now_s)
+
+    def _stalled(self, state: LearnerState, now_s: float) -> bool:
+        """It lives, but has taken no step for long (a bound on drift, an evaluation): the end does not wait for it."""
+        patience_s = max(self.settings.heartbeat_timeout_s, 4 * (state.step_time.value or 0.0))
+        return not self.settings.lockstep and now_s - state.progress_at_s > patience_s
 
     def _check_end(self, now_s: float) -> None:
         """Move on through finishing and final when what they wait for has happened."""
         target = self.settings.target_steps
         if self.phase == RUNNING and self.global_step >= target:
             self.phase = FINISHING
-            close = (1.0 - self.settings.finish_tolerance) * target
-            self._finish_awaited = {m for m, s in self.learners.items() if s.step >= close}
+            self._finish_awaited = {m for m in self.learners if self._worth_waiting_for(m, now_s)}
         if self.phase == FINISHING:
-            behind = [m for m in self._finish_awaited if m in self.learners and self.learners[m].step < target]
-            if not behind:
+            awaited = [self.learners[m] for m in self._finish_awaited if m in self.learners]
+            if all(s.step >= target or self._stalled(s, now_s) for s in awaited):
                 self._start_final_cut(now_s)
         elif self.phase == FINAL and not self._final_left and not self.rounds:
             if any(s.versions != self.versions for s in self.learners.values()):
                 return
             self._finish(COMPLETED, f"all learners hold the final version of all {len(self.versions)} fragments")
+
+    def _worth_waiting_for(self, learner: str, now_s: float) -> bool:
+        """Whether the end waits until this learner has taken the target's steps too.
+
+        Yes if it needs little more time, in seconds or against the run so far; slower hardware would keep all others
+        idle, so its run ends where it is.
+        """
+        state = self.learners[learner]
+        missing = self.settings.target_steps - state.step
+        if missing <= 0 or state.step_time.value is None:
+            return True
+        assert self._started_s is not None
+        patience_s = max(self.settings.finish_wait_s, self.settings.finish_tolerance * (now_s - self._started_s))
+        return missing * state.step_time.value <= patience_s
 
     def _start_final_cut(self, now_s: float) -> None:
         """Learners stop; each fragment is merged once more from everybody, so that no work is left out."""

@@ -2,14 +2,12 @@
 
 Owns: the numbers of `diloco train --dry-run` and how they are laid out as text. The model is built without storage.
 Must not start, open or write anything.
-Called by: cli.commands (`--dry-run`), run.launcher (threads per rank).
+Called by: cli.commands (`--dry-run`).
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping
 from typing import Any
 
 from diloco_cli.config.quantities import format_bytes, format_count, format_duration, format_rate
@@ -58,29 +56,6 @@ def make_plan(cfg: Config) -> dict[str, Any]:
         "links": [_link(cfg, name, sizes) for name in cfg.island_names()],
         "processes": [_learner(cfg, name, sizes) for name in cfg.island_names()] + [_syncer(cfg, sizes)],
     }
-
-
-def threads_per_rank(cfg: Config, name: str, environment: Mapping[str, str] | None = None) -> int:
-    """CPU threads of each rank of island `name`: the user's OMP_NUM_THREADS, the setting, or a fair share.
-
-    The share is this machine's cores (those this process may use) over all ranks of the run on it, at least one.
-    """
-    environment = os.environ if environment is None else environment
-    asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if asked:
-        return int(asked)
-    own = cfg.island(name).threads
-    if own is not None:
-        return own
-    ranks = sum(cfg.island(island).nproc_per_node for island in cfg.island_names())
-    return max(1, num_cores() // ranks)
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def wire_bytes(numel: int, wire: WireType) -> int:
@@ -153,6 +128,8 @@ def _direction(direction: LinkDirection, sizes: list[int], wire: WireType, inner
 
 def _learner(cfg: Config, name: str, sizes: list[int]) -> dict[str, Any]:
     """Memory of one rank: activations come on top and depend on the batch."""
+    from diloco_cli.run.children import threads_per_rank
+
     island = cfg.island(name)
     shards = island.nproc_per_node if island.parallel == Parallel.fsdp else 1
     parameters = math.ceil(sum(sizes) / shards) * _FLOAT32

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 import os
 import queue
 import socket
@@ -121,8 +122,9 @@ def syncer_settings(cfg: Config, num_fragments: int) -> SyncerSettings:
         keep_late=cfg.sync.late.value == "next",
         lockstep=lockstep,
         target_steps=cfg.target_steps(),
+        finish_tolerance=cfg.run.finish_tolerance,
         # In lock-step all take the same steps, so all are waited for.
-        finish_tolerance=1.0 if lockstep else cfg.run.finish_tolerance,
+        finish_wait_s=math.inf if lockstep else cfg.run.finish_wait_s,
         heartbeat_timeout_s=cfg.sync.heartbeat_timeout_s,
         start_timeout_s=cfg.launcher.start_timeout_s,
         anchor_history=GlobalModel.KEPT_VERSIONS,
