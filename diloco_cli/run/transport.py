@@ -946,9 +946,11 @@ class Listener:
             return
         except OSError as error:
             # Out of file descriptors, or gone before we came to it: make room, go on.
-            log.warning("accept failed: %s", error)
+            self._say_refused("unknown", f"accept failed: {error}")
             if self._pending:
                 self._refuse(next(iter(self._pending.values())), "too many connections")
+            else:
+                time.sleep(0.05)  # the socket stays readable: without a pause this would be a busy loop
             return
         try:
             sock.setblocking(False)
@@ -1046,13 +1048,16 @@ class Listener:
     def _refuse(self, pending: _Pending, reason: str) -> None:
         self._forget(pending)
         pending.sock.close()
-        seen = (pending.address.rpartition(":")[0], reason)
+        self._say_refused(pending.address, reason)
+
+    def _say_refused(self, address: str, reason: str) -> None:
+        seen = (address.rpartition(":")[0], reason)
         if seen in self._refused:
             return
         self._refused[seen] = None
         if len(self._refused) > 1024:
             self._refused.popitem(last=False)
-        self._on_refused(pending.address, reason)
+        self._on_refused(address, reason)
 
 
 def _reason_text(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import resource
@@ -87,6 +88,27 @@ def test_a_thousand_idle_connections_take_64_places_and_go(keys):
 
 def _descriptors() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_out_of_file_descriptors_it_goes_on(keys):
+    """accept() fails while the process has no descriptor left; afterwards a good learner gets in."""
+    server = Server(keys)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    waiting = [socket.socket() for _ in range(3)]
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+        for sock in waiting:
+            sock.connect(server.address)
+        wait_until(lambda: any("accept failed" in reason for _, reason in server.refused))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    good_learner_works(server)
+    assert sum("accept failed" in reason for _, reason in server.refused) == 1, "said once, not in a loop"
+    for sock in waiting:
+        sock.close()
+    server.close()
 
 
 def test_wrong_authority_is_refused(server, tmp_path):
