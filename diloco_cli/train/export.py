@@ -128,7 +128,7 @@ def load_final(run_dir: str | Path, *, allow_entry_point: str | None = None) -> 
     Args:
         allow_entry_point: the package.module:function that may be imported; only if the run names this very one.
     """
-    from diloco_cli.train.model import build_model, state_tensors
+    from diloco_cli.train.model import build_model, meta_model, state_tensors
 
     final = final_folder(run_dir)
     settings = _read_settings(final / CONFIG_FILE)
@@ -151,8 +151,12 @@ def load_final(run_dir: str | Path, *, allow_entry_point: str | None = None) -> 
         )
     if (final / HF_CONFIG_FILE).is_file():
         cfg.model.hf_config = str(final / HF_CONFIG_FILE)
-    # Read before the model is built: the file's header bounds what a forged config.json can make us allocate.
     tensors = _read_tensors(final / MODEL_FILE)
+    if cfg.model.kind is ModelKind.llama:
+        # Compared without storage first: a forged config.json must not make us allocate more than the file has.
+        if max(cfg.model.num_layers, cfg.model.num_experts) > len(tensors):
+            raise _damaged(final / MODEL_FILE, f"{len(tensors)} tensors are too few for the model in {CONFIG_FILE}")
+        _check_shapes(state_tensors(meta_model(cfg.model, vocab_size)), tensors, final / MODEL_FILE)
     model = build_model(cfg.model, vocab_size, seed=0)
     _fill(state_tensors(model), tensors, final / MODEL_FILE)
     return LoadedRun(model.eval(), _load_tokenizer(final), cfg)
@@ -197,14 +201,19 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise _damaged(path, f"{error} (size {path.stat().st_size} bytes)") from None
 
 
-def _fill(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
+def _check_shapes(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
     for name in sorted(targets.keys() ^ tensors.keys()):
         raise _damaged(path, f"tensor {name!r} is {'missing' if name in targets else 'not part of the model'}")
+    for name, target in targets.items():
+        if tensors[name].shape != target.shape:
+            raise _damaged(path, f"tensor {name!r} has shape {list(tensors[name].shape)}, not {list(target.shape)}")
+
+
+def _fill(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
+    _check_shapes(targets, tensors, path)
     with torch.no_grad():
         for name, target in targets.items():
             value = tensors[name]
-            if value.shape != target.shape:
-                raise _damaged(path, f"tensor {name!r} has shape {list(value.shape)}, not {list(target.shape)}")
             if not target.is_floating_point() and value.is_floating_point():
                 value = value >= 0.5 if target.dtype is torch.bool else value.round()
             target.copy_(value)

@@ -137,6 +137,11 @@ def test_tensors_of_another_model_are_refused(tmp_path):
     with pytest.raises(DilocoError) as error:
         export.load_final(tmp_path)
     assert "missing" in error.value.why
+    # Nothing of this size may be allocated before the file has been found not to hold it.
+    for changes in ({"model__num_layers": 10**9}, {"model__num_layers": 2, "model__dim": 2**24}):
+        edit_config(tmp_path, **changes)
+        with pytest.raises(DilocoError, match="damaged"):
+            export.load_final(tmp_path)
 
 
 @pytest.mark.parametrize(
