@@ -187,6 +187,8 @@ class SyncerCore:
         self._clock = 0
         self._cuts = [-1] * count
         """Lock-step, per fragment: the step at which the learners sent what the newest round collects."""
+        self._early: list[tuple[Contribution, str]] = []
+        """Lock-step: for a cut whose round can not be opened yet, with the reason if the driver refused it."""
         self._due = [due_offset_steps(f, count, settings.inner_steps) or settings.inner_steps for f in range(count)]
         self._kept_late: list[list[Entry]] = [[] for _ in range(count)]
         self._merge_started_s: dict[tuple[int, int], float] = {}
@@ -319,6 +321,9 @@ class SyncerCore:
         self._record("leave", learner=learner, reason=reason)
         if self.phase != GATHERING:
             self.uptime.change(now_s, len(self.learners))
+        for c, _ in [e for e in self._early if e[0].learner == learner]:
+            self._out.append(DropPayload(handle=c.handle, reason="its learner is gone"))
+        self._early = [e for e in self._early if e[0].learner != learner]
         for fragment in range(self.settings.num_fragments):
             self._drop_kept(self._kept_late[fragment], learner, "its learner is gone")
             current = self.rounds.get(fragment)
@@ -424,6 +429,8 @@ class SyncerCore:
         if reason:
             self._refuse(c, reason, now_s)
             return
+        if self._hold_early(c):
+            return
         entry = self._enter(c, state)
         self._open_pushed(c, now_s)
         current = self.rounds.get(c.fragment)
@@ -448,6 +455,25 @@ class SyncerCore:
         if c.fragment not in self.rounds and c.sent_at_step > self._cuts[c.fragment]:
             self._cuts[c.fragment] = c.sent_at_step
             self._open(c.fragment, now_s, wait_for_all=True)
+
+    def _hold_early(self, c: Contribution, refused: str = "") -> bool:
+        """Hold what was sent for the next cut while the round of the last one is open (a learner that joined after
+        the last one was opened does not wait for it)."""
+        current = self.rounds.get(c.fragment)
+        if current is None or current.pulled or c.sent_at_step <= self._cuts[c.fragment]:
+            return False
+        self._early.append((c, refused))
+        return True
+
+    def _take_early(self, fragment: int, now_s: float) -> None:
+        """The round of a fragment is over: what was held for the next one arrives now."""
+        early = [e for e in self._early if e[0].fragment == fragment]
+        self._early = [e for e in self._early if e[0].fragment != fragment]
+        for contribution, refused in early:
+            if refused:
+                self._refuse(contribution, refused, now_s)
+            else:
+                self._contribution(contribution, now_s)
 
     def _belongs(self, c: Contribution, current: Round) -> bool:
         """In lock-step a round collects one cut."""
@@ -501,6 +527,8 @@ class SyncerCore:
             self._out.append(DropPayload(handle=c.handle, reason=reason if state else "its learner is gone"))
             return
         state.last_seen_s = now_s
+        if self._hold_early(c, reason):
+            return
         self._refuse_entry(self._enter(c, state), reason)
         self._open_pushed(c, now_s)
         current = self.rounds.get(c.fragment)
@@ -647,8 +675,9 @@ class SyncerCore:
             reason=current.merge_reason,
             global_step=self.global_step,
         )
-        if self.phase == FINAL and current.wait_for_all:
+        if self.phase == FINAL and current.wait_for_all and current.pulled:
             self._final_left.discard(fragment)
+        self._take_early(fragment, now_s)
         self._open_due(now_s)
         self._check_end(now_s)
 

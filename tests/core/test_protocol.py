@@ -1,0 +1,77 @@
+"""Invariants and liveness of the two state machines together, in worlds with random links and faults."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from world import Fault, Rules, World
+
+KINDS = ("kill", "hang", "join", "reconnect", "poison", "heal", "duplicate", "slow")
+
+
+@st.composite
+def worlds(draw: st.DrawFn, *, lockstep: bool = False, kinds: tuple[str, ...] = KINDS) -> Rules:
+    count = draw(st.integers(1, 5))
+    names = [f"i{k}" for k in range(count)]
+    inner_steps = draw(st.integers(2, 8))
+    overlap = draw(st.integers(1, inner_steps))
+    speeds = draw(st.lists(st.sampled_from([0.05, 0.06, 0.1, 0.4]), min_size=count, max_size=count))
+    target = draw(st.integers(3, 30))
+    horizon = target * 0.12 + 1.0
+    faults = draw(
+        st.lists(
+            st.builds(
+                Fault,
+                at_s=st.floats(0.0, horizon).map(lambda x: round(x, 3)),
+                kind=st.sampled_from(kinds),
+                learner=st.sampled_from(names),
+                factor=st.sampled_from([0.5, 1.0, 4.0]),
+            ),
+            max_size=10,
+        )
+    )
+    drift = draw(st.none() | st.integers(inner_steps, 2 * inner_steps))
+    return Rules(
+        step_s=dict(zip(names, speeds, strict=True)),
+        num_fragments=draw(st.integers(1, 5)),
+        inner_steps=inner_steps,
+        overlap_steps=overlap,
+        quorum=draw(st.integers(1, count)),
+        grace_safety=draw(st.sampled_from([0.0, 0.5, 0.9])),
+        target_steps=target,
+        keep_late=draw(st.booleans()),
+        lockstep=lockstep,
+        same_offset=lockstep and draw(st.booleans()),
+        max_drift_steps=drift,
+        latency_s=draw(st.sampled_from([(0.0, 0.0), (0.001, 0.01), (0.001, 0.3), (0.1, 0.1)])),
+        merge_s=draw(st.sampled_from([(0.0, 0.0), (0.001, 0.02), (0.1, 0.4)])),
+        report_every=draw(st.sampled_from([1, 1, 3])),
+        present=draw(st.none() | st.frozensets(st.sampled_from(names))),
+        faults=tuple(sorted(faults, key=lambda f: f.at_s)),
+        stop_at_s=draw(st.none() | st.none() | st.floats(0.0, horizon)),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@settings(max_examples=examples(300))
+@given(worlds())
+def test_invariants_decoupled(rules: Rules) -> None:
+    World(rules).run()
+
+
+@settings(max_examples=examples(150))
+@given(worlds(lockstep=True))
+def test_invariants_lockstep(rules: Rules) -> None:
+    World(rules).run()
+
+
+@settings(max_examples=examples(100))
+@given(worlds(kinds=("kill", "poison", "join")))
+def test_few_faults(rules: Rules) -> None:
+    World(rules).run()
+
+
+if __name__ == "__main__":
+    pytest.main([__file__])
