@@ -56,9 +56,14 @@ def train(arguments: list[str], options: TrainOptions) -> int:
     _check_run_dir(options.run_dir)
     from diloco_cli.run.launcher import run_training
 
-    summary = run_training(
-        cfg, arguments, run_dir=options.run_dir, quiet=options.quiet, json_output=options.json_output
-    )
+    try:
+        summary = run_training(cfg, arguments, run_dir=options.run_dir, quiet=options.quiet)
+    except DilocoError as error:
+        # What a stopped run has got done is a result; cli.app prints the rest (and, with --json, the summary).
+        stopped = getattr(error, "summary", None)
+        if stopped and stopped.get("status") == "stopped" and not options.json_output:
+            _print_summary(stopped)
+        raise
     if options.json_output:
         _print_json(summary)
     else:
@@ -126,9 +131,7 @@ def _sweep(conf: str | None, overrides: list[str], options: TrainOptions) -> int
         typed = [*([] if conf is None else [f"conf={conf}"]), *each]
         print(f"run {index + 1} of {len(runs)}: {' '.join(each)}", file=sys.stderr)
         try:
-            summary = run_training(
-                cfg, typed, run_dir=folder / str(index), quiet=options.quiet, json_output=options.json_output
-            )
+            summary = run_training(cfg, typed, run_dir=folder / str(index), quiet=options.quiet)
             this_code = exit_code(summary)
         except DilocoError as error:
             this_code = error.exit_code

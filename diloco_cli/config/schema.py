@@ -628,19 +628,19 @@ class Config:
         """Tokens of one inner step of island `name` (without padding)."""
         return self.island(name).batch * self.data.seq_len
 
-    def target_steps(self) -> int:
-        """Inner steps of the fastest learner: run.steps, or what run.tokens over all islands comes to.
+    def step_shares(self) -> dict[str, float]:
+        """Island -> its inner steps as a share of the fastest learner's, going by the emulated speeds.
 
-        A learner slower than run.finish_tolerance allows is not waited for, so it counts with its emulated speed.
+        One that needs at most run.finish_tolerance of the run's time more is waited for, and so makes all steps.
         """
         speeds = {name: self.island(name).speed for name in self.island_names()}
         fastest = max(speeds.values())
-        shares = {name: speed / fastest for name, speed in speeds.items()}
-        waited_for = 1 - self.run.finish_tolerance
-        per_step = sum(
-            self.batch_tokens(name) * (1.0 if share >= waited_for else share) for name, share in shares.items()
-        )
-        return self.run.target_steps(per_step)
+        waited_for = {name: fastest / speed - 1 <= self.run.finish_tolerance for name, speed in speeds.items()}
+        return {name: 1.0 if waited_for[name] else speed / fastest for name, speed in speeds.items()}
+
+    def target_steps(self) -> int:
+        """Inner steps of the fastest learner: run.steps, or what run.tokens over all islands comes to."""
+        return self.run.target_steps(sum(share * self.batch_tokens(n) for n, share in self.step_shares().items()))
 
 
 def dump_config(cfg: Config, path: Path) -> None:

@@ -325,6 +325,7 @@ def _times(cfg: Config) -> Iterator[ConfigError]:
         "launcher.start_timeout": lambda: cfg.launcher.start_timeout_s,
         "launcher.stop_timeout": lambda: cfg.launcher.stop_timeout_s,
         "logging.interval": lambda: cfg.logging.interval_s,
+        "run.finish_wait": lambda: cfg.run.finish_wait_s,
         "sync.min_fragment_bytes": lambda: cfg.sync.min_fragment_num_bytes,
     }
     values: dict[str, float] = {}
@@ -334,7 +335,7 @@ def _times(cfg: Config) -> Iterator[ConfigError]:
         except ConfigError as error:
             yield _located(error)
             continue
-        if values[key] <= 0:
+        if values[key] <= 0 and key != "run.finish_wait":
             yield _error(key, f"{_get(cfg, key)} is out of range; it must be above zero")
     for below, above in (
         ("sync.heartbeat_interval", "sync.heartbeat_timeout"),
@@ -358,9 +359,9 @@ def _run(cfg: Config) -> Iterator[ConfigError]:
 
 
 def _environment(environment: Mapping[str, str]) -> Iterator[ConfigError]:
-    """OMP_NUM_THREADS, where the user sets it, wins over islands.each.threads; so it must be a number."""
+    """OMP_NUM_THREADS, where the user sets it, is what every rank takes if islands.each.threads is null."""
     threads = environment.get("OMP_NUM_THREADS", "").strip()
-    if threads and not re.fullmatch(r"[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", threads):
+    if threads and not re.fullmatch(r"[1-9][0-9]{0,5}", threads):
         yield ConfigError(
             f"OMP_NUM_THREADS: {threads!r} is not a number of threads",
             where="environment variable OMP_NUM_THREADS",

@@ -76,14 +76,8 @@ def _vocab_size(cfg: Config) -> int:
 
 
 def _tokens(cfg: Config, steps: int) -> int:
-    """Tokens of all islands by the time the fastest has made `steps`; a slow one that is not waited for makes fewer."""
-    speeds = {name: cfg.island(name).speed for name in cfg.island_names()}
-    fastest = max(speeds.values())
-    total = 0
-    for name, speed in speeds.items():
-        share = speed / fastest
-        total += round(steps * (share if share < 1 - cfg.run.finish_tolerance else 1.0)) * cfg.batch_tokens(name)
-    return total
+    """Tokens of all islands by the time the fastest has made `steps`."""
+    return sum(round(steps * share) * cfg.batch_tokens(name) for name, share in cfg.step_shares().items())
 
 
 def _fragment(cfg: Config, fragment: int, numel: int, tensors: list[str]) -> dict[str, Any]:

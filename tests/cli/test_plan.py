@@ -9,7 +9,7 @@ import pytest
 
 from diloco_cli.config.compose import compose, list_recipes
 from diloco_cli.config.schema import WireType
-from diloco_cli.run.plan import make_plan, render_plan, threads_per_rank, wire_bytes
+from diloco_cli.run.plan import make_plan, render_plan, wire_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -94,15 +94,13 @@ def test_every_recipe_can_be_planned(name: str, tmp_path: Path) -> None:
     assert all(f"{name} " in text or f"{name} .." in text for name in ("island-0", "syncer"))
 
 
-def test_threads_are_shared_out_and_the_user_wins() -> None:
-    cfg = compose(["islands.named.island-2.nproc_per_node=2"])
-    import os
-
-    cores = len(os.sched_getaffinity(0))
-    assert threads_per_rank(cfg, "island-0", {}) == max(1, cores // 5)
-    assert threads_per_rank(cfg, "island-0", {"OMP_NUM_THREADS": "7"}) == 7
-    cfg.islands.each.threads = 3
-    assert threads_per_rank(cfg, "island-0", {}) == 3
+def test_processes_have_the_threads_that_the_launcher_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    shown = make_plan(compose(["islands.named.island-2={nproc_per_node: 2, threads: 3}"]))["processes"]
+    assert [(p["process"], p["ranks"], p["threads_per_rank"]) for p in shown[1:3]] == [
+        ("island-1", 1, 7),
+        ("island-2", 2, 3),
+    ]
 
 
 def test_wire_bytes() -> None:

@@ -77,11 +77,11 @@ def test_target_steps_from_tokens() -> None:
     assert cfg.target_steps() == 500
     cfg.run.tokens = "1000001"
     assert cfg.target_steps() == 501
-    # A learner at half speed is not waited for, so that the others must do more; one at 0.9 is.
+    # A learner at half speed is not waited for, so that the others must do more; one at 0.95 is.
     cfg.run.tokens = "1m"
     cfg.islands.named["island-1"] = IslandOverride(speed=0.5)
     assert cfg.target_steps() == math.ceil(1e6 / (3.5 * 500))
-    cfg.islands.named["island-1"] = IslandOverride(speed=0.9)
+    cfg.islands.named["island-1"] = IslandOverride(speed=0.95)
     assert cfg.target_steps() == 500
 
 
@@ -201,6 +201,7 @@ def test_the_defaults_are_valid() -> None:
         ({"run__tokens": "12g"}, "run.tokens", "12g"),
         ({"run__name": "../x"}, "run.name", "folder name"),
         ({"run__finish_tolerance": 1.0}, "run.finish_tolerance", "to below 1"),
+        ({"run__finish_wait": "10"}, "run.finish_wait", "not a duration"),
         ({"data__path": "/nonexistent/x"}, "data.path", "there is no"),
         ({"data__tokenizer": "x.json"}, "data.tokenizer", "neither bytes nor a file"),
         ({"data__token_dtype": "int8"}, "data.token_dtype", "uint16"),
