@@ -83,7 +83,9 @@ class Children:
             reader, writer = context.Pipe(duplex=False)
             self._control_write = os.dup(writer.fileno())
             writer.close()
-            child: Child = _ForkedChild("syncer", [_fork(_forked_syncer, self._run, "syncer", env, self._listening, reader)])
+            child: Child = _ForkedChild(
+                "syncer", [_fork(_forked_syncer, self._run, "syncer", env, self._listening, reader)]
+            )
             reader.close()
             return child
         read_fd, self._control_write = os.pipe()

@@ -8,6 +8,7 @@ broadcast inside the island before each step, so that all ranks gather, install 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import queue
 import sys
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from diloco_cli.train.island import Island
     from diloco_cli.train.loop import StepResult, Trainer
     from diloco_cli.wire.messages import Welcome
+
+log = logging.getLogger(__name__)
 
 # Operations of a plan: each is followed by its arguments.
 STEP, GATHER, INSTALL, LOAD, EVALUATE, STOP = 1, 2, 3, 4, 5, 6
@@ -81,6 +84,14 @@ def _run(run: RunDir, name: str) -> None:
     if cfg.run.deterministic:
         set_deterministic()
     island = Island(cfg.island(name))
+    log.info(
+        "%s: rank %d of %d on %s, %d threads",
+        name,
+        island.rank,
+        island.world_size,
+        island.device,
+        torch.get_num_threads(),
+    )
     try:
         seed_everything(cfg.run.seed, index, island.rank)
         trainer, layout = _build(cfg, name, index, island)
@@ -141,6 +152,7 @@ def _build(cfg: Config, name: str, index: int, island: Island) -> tuple[Trainer,
         heterogeneity=cfg.data.heterogeneity,
     )
     trainer = Trainer(cfg, island, model, cursor, cfg.target_steps(), corpus=corpus)
+    log.info("%s: %d parameters in %d fragments, layout %.12s", name, layout.numel, len(layout), layout.hash)
     return trainer, layout
 
 
@@ -190,7 +202,14 @@ class Follower:
         """One inner step, traced if asked for."""
         result = self.trainer.step()
         if self._samples is not None:
-            self._samples.write({"step": self.trainer.step_index, "rank": self.island.rank, "ids": result.ids})
+            self._samples.write(
+                {
+                    "time": time.time(),
+                    "step": self.trainer.step_index,
+                    "rank": self.island.rank,
+                    "ids": result.ids,
+                }
+            )
         return result
 
 
@@ -427,8 +446,10 @@ def _lead(run: RunDir, cfg: Config, name: str, index: int, island: Island, train
     try:
         core = _join(cfg, layout, link, island)
         trainer.set_step(core.step)
+        log.info("%s: joined at step %d", name, core.step)
         leader = Leader(run, cfg, name, island, trainer, layout, link, core)
         reason = leader.lead()
+        log.info("%s: stops after step %d: %s", name, core.step, reason)
     finally:
         link.close(reason)
 

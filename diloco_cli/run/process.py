@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
+import logging
 import os
 import signal
 import sys
@@ -20,6 +21,8 @@ from typing import Any
 
 from diloco_cli.errors import DilocoError
 from diloco_cli.run.rundir import RunDir, write_json
+
+log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 
@@ -63,6 +66,10 @@ def ignore_terminal_signals() -> None:
 def run_guarded(run: RunDir, process: str, body: Any) -> int:
     """Run body(); on an error leave it in the log and in the error file. Returns the process's exit code."""
     faulthandler.enable()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
+    )
+    log.info("%s: pid %d, parent %d", process, os.getpid(), os.getppid())
     try:
         body()
     except DilocoError as error:
@@ -73,6 +80,7 @@ def run_guarded(run: RunDir, process: str, body: Any) -> int:
         report = {"what": f"{process} failed: {type(error).__name__}: {error}", "where": "", "why": "", "hint": ""}
         _leave_error(run, process, report, error)
         return 1
+    log.info("%s: ended in order", process)
     return 0
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import logging
 import math
 import os
 import queue
@@ -81,7 +82,21 @@ from diloco_cli.wire.messages import (
     Welcome,
 )
 
+log = logging.getLogger(__name__)
+
 NAME = "syncer"
+# Rare events that the syncer's log repeats; the tape has all of them.
+LOGGED_EVENTS = {
+    "run_started",
+    "join",
+    "leave",
+    "refused",
+    "rejected",
+    "refused_connection",
+    "warning",
+    "error",
+    "finish",
+}
 EVALUATION_TIMEOUT_S = 600.0
 GOODBYE_TIMEOUT_S = 3.0
 
@@ -461,6 +476,8 @@ class Syncer:
     def record(self, event: str, data: Any) -> None:
         """One line of the event tape."""
         line = {"time": self.now_s(), "event": event, **data}
+        if event in LOGGED_EVENTS:
+            log.info("%s %s", event, " ".join(f"{k}={v}" for k, v in data.items()))
         if event == "merge":
             self._figures.merged(line)
             self._merge_lines[line["fragment"]] = line

@@ -64,7 +64,7 @@ def test_two_ranks_in_one_island_are_one_learner(run_small):
 
 
 def test_fsdp_island_beside_a_plain_one(run_small):
-    run = run_small("islands.count=2", "+islands.named.island-0={nproc_per_node: 2, parallel: fsdp}")
+    run = run_small("islands.count=2", "+islands.named.island-0={nproc_per_node: 2, parallel: fsdp}", "sync.quorum=2")
     assert run.summary["status"] == "completed"
     assert run.summary["steps"] == {"island-0": 60, "island-1": 60}
     assert any(m["learners"] == ["island-0", "island-1"] for m in run.of("merge"))
@@ -72,9 +72,7 @@ def test_fsdp_island_beside_a_plain_one(run_small):
 
 
 def test_an_island_at_half_speed_slows_nobody_and_takes_part(run_small):
-    run = run_small(
-        "islands.count=3", "+islands.named.island-2.speed=0.4", "run.steps=200", "run.finish_wait=1ms"
-    )
+    run = run_small("islands.count=3", "+islands.named.island-2.speed=0.4", "run.steps=200", "run.finish_wait=1ms")
     steps = run.summary["steps"]
     assert steps["island-0"] == steps["island-1"] == 200
     assert 20 <= steps["island-2"] <= 150
