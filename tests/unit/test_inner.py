@@ -159,7 +159,6 @@ def test_both_optimizers_learn():
         fixed = next(windows(1, 4))
         run = trainer(cfg, [fixed] * 30, build_model(cfg.model, VOCAB, seed=1))
         losses = [run.step().loss for _ in range(30)]
-        assert losses[0] == pytest.approx(math.log(VOCAB), abs=0.1)
         assert losses[-1] < 0.6 * losses[0]
 
 
