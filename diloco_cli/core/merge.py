@@ -103,7 +103,9 @@ def merge(
     theta_out = global_tensor if in_place else global_tensor.clone()
     state_out = outer_state if in_place else outer_state.clone()
     theta, state = theta_out.view(-1), state_out.view(-1)
-    members = [c for c in sorted(contributions, key=lambda c: c.learner) if c.weight > 0.0]
+    # A learner has two entries if a late one was kept: steps and tokens then tell them apart.
+    in_order = sorted(contributions, key=lambda c: (c.learner, c.steps, c.tokens))
+    members = [c for c in in_order if c.weight > 0.0]
     if not members:
         return theta_out, state_out
     inputs = [_Drift(c, theta) for c in members]
@@ -163,7 +165,12 @@ def _gram(inputs: Sequence[_Drift], segment: Segment, scratch: _Scratch) -> list
         drifts = scratch.drifts[:, : end - start]
         for row, member in zip(drifts, inputs, strict=True):
             member.write(row, start, end)
-        total += torch.mm(drifts, drifts.T)
+        products = torch.mm(drifts, drifts.T)
+        if not bool(products.isfinite().all()):
+            # Finite drifts of a diverging learner, whose squares overflow float32.
+            wide = drifts.double()
+            products = torch.mm(wide, wide.T)
+        total += products
     rows: list[list[float]] = total.tolist()
     return rows
 
@@ -204,17 +211,32 @@ def _step(
     nesterov: bool,
 ) -> None:
     """Combine the outer gradients with the coefficients and step theta and state, in place, block by block."""
+    # Of plain parameters the mean itself is taken, not theta less the mean difference: so a buffer becomes the mean,
+    # and at rate 1 without momentum theta becomes the one learner's parameters, to the bit.
+    is_mean = segment.rule != RDA or len(inputs) == 1
+    plain = is_mean and all(member.base is theta for member in inputs)
     for start, end in _blocks(segment):
         combined = scratch.combined[: end - start].zero_()
-        for member, coefficient in zip(inputs, coefficients, strict=True):
-            if coefficient:
-                member.add_to(combined, start, end, coefficient)
-        block = theta[start:end]
-        if segment.rule == BUFFER:
-            block.sub_(combined)
-            continue
-        velocity = state[start:end].mul_(momentum).add_(combined)
+        block, velocity = theta[start:end], state[start:end]
+        if plain:
+            for member, coefficient in zip(inputs, coefficients, strict=True):
+                combined.add_(member.values[start:end], alpha=coefficient)
+            if segment.rule == BUFFER:
+                block.copy_(combined)
+                continue
+            drift = torch.sub(block, combined, out=scratch.drifts[0, : end - start])
+            block.lerp_(combined, lr)
+        else:
+            drift = combined
+            for member, coefficient in zip(inputs, coefficients, strict=True):
+                if coefficient:
+                    member.add_to(drift, start, end, coefficient)
+            block.add_(drift, alpha=-1.0 if segment.rule == BUFFER else -lr)
+            if segment.rule == BUFFER:
+                continue
+        velocity.mul_(momentum)
         if nesterov:
-            block.add_(combined, alpha=-lr).add_(velocity, alpha=-lr * momentum)
+            block.add_(velocity.add_(drift), alpha=-lr * momentum)
         else:
             block.add_(velocity, alpha=-lr)
+            velocity.add_(drift)

@@ -57,7 +57,7 @@ EPSILON_S = 1e-6
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to a learner: kill | hang | join | reconnect | poison | heal | duplicate | stale | slow."""
+    """Something that happens to a learner: kill | hang | join | reconnect | poison | heal | duplicate | slow."""
 
     at_s: float
     kind: str
@@ -146,6 +146,7 @@ class World:
         self.stays: list[Stay] = []
         self.current: dict[str, Stay] = {}
         self.sent: dict[int, Sent] = {}
+        self._flying: set[int] = set()
         self.published: dict[int, str] = {}
         self.merged_tokens: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         self.poisoned: set[str] = set()
@@ -469,7 +470,7 @@ class World:
                 self.poisoned.discard(fault.learner)
             case "slow":
                 self.speed[fault.learner] = fault.factor
-            case "duplicate" | "stale" if stay is not None and alive:
+            case "duplicate" if stay is not None and alive:
                 self._repeat(stay)
 
     def _repeat(self, stay: Stay) -> None:
@@ -647,10 +648,6 @@ class World:
         if self.published[handle]:
             raise Violation(f"payload {handle} {fate} after it was {self.published[handle]}")
         self.published[handle] = fate
-
-    @property
-    def _flying(self) -> set[int]:
-        return self.__dict__.setdefault("_flying_set", set())
 
     # ---- for tests to look at ----
 
