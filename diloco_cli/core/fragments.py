@@ -144,6 +144,8 @@ def build_layout(
     for group, count in groups:
         bins += _pack(group, count, strategy, ideal=sum(t.numel for t in parameters) / allowed)
     bins = [b for b in bins if b]
+    if len(bins) < allowed:
+        reason = f"the model's tensors have rows for {len(bins)} fragments"
     _add_buffers(bins, [t for t in inventory if t.role == BUFFER and t.numel > 0])
     fragments = tuple(_fragment(i, pieces) for i, pieces in enumerate(bins))
     return Layout(inventory, fragments, num_fragments, reason, _hash(inventory, fragments))
@@ -154,6 +156,7 @@ def fingerprint(layout: Layout) -> dict[str, Any]:
     return {
         "tensors": [[t.name, list(t.shape), t.role] for t in layout.tensors],
         "fragments": [f.numel for f in layout.fragments],
+        "hash": layout.hash,
     }
 
 
@@ -166,6 +169,8 @@ def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
         return f"{len(ours['tensors'])} tensors here, {len(theirs['tensors'])} there"
     if ours["fragments"] != theirs["fragments"]:
         return f"{len(ours['fragments'])} fragments here, {len(theirs['fragments'])} there, or other sizes"
+    if ours.get("hash") != theirs.get("hash"):
+        return "the same tensors in fragments of the same sizes, but dealt out differently (sync.strategy?)"
     return ""
 
 
@@ -190,18 +195,18 @@ def _allowed_fragments(
 def _groups(parameters: Sequence[TensorSpec], num_fragments: int) -> list[tuple[list[TensorSpec], int]]:
     """Split into embedding, head and the rest, with the number of fragments of each.
 
-    A group of size s gets ceil(s / (4/3 ideal)) fragments, at least one; the rest gets what remains. With too few
-    fragments for that, all share.
+    Each group gets one, and then one after the other goes to the group with the largest mean fragment, which makes
+    the largest mean as small as it can be. With fewer fragments than groups, all share.
     """
-    ideal = sum(t.numel for t in parameters) / num_fragments
-    special = [[t for t in parameters if t.role == role] for role in (EMBEDDING, HEAD)]
-    special = [g for g in special if g]
-    rest = [t for t in parameters if t.role == WEIGHT]
-    counts = [max(1, math.ceil(sum(t.numel for t in g) / (LARGEST_OVER_IDEAL * ideal))) for g in special]
-    left = num_fragments - sum(counts)
-    if left < (1 if rest else 0) or not special:
+    groups = [[t for t in parameters if t.role == role] for role in (EMBEDDING, HEAD, WEIGHT)]
+    groups = [g for g in groups if g]
+    if num_fragments < len(groups):
         return [(list(parameters), num_fragments)]
-    return [*zip(special, counts, strict=True), *([(rest, left)] if rest else [])]
+    sizes = [sum(t.numel for t in g) for g in groups]
+    counts = [1] * len(groups)
+    for _ in range(num_fragments - len(groups)):
+        counts[max(range(len(groups)), key=lambda i: sizes[i] / counts[i])] += 1
+    return list(zip(groups, counts, strict=True))
 
 
 def _pack(group: Sequence[TensorSpec], count: int, strategy: str, ideal: float) -> list[list[_Piece]]:

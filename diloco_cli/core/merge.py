@@ -135,8 +135,7 @@ class _Drift:
                 self.values[start:end]
             ).neg_()
         else:
-            out.copy_(self.base[start:end])
-            out.sub_(self.values[start:end])
+            torch.sub(self.base[start:end], self.values[start:end], out=out)
 
     def add_to(self, out: Tensor, start: int, end: int, coefficient: float) -> None:
         """Add coefficient * D_m[start:end] to out."""
