@@ -36,8 +36,9 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its na
 EntryPoint = Annotated[
     str | None,
     typer.Option(
+        "--trust-entry-point",
         metavar="MODULE:FUNCTION",
-        help="Allow the run's own model.entry_point to be imported: it runs code that the run folder names.",
+        help="Import the run's own model.entry_point, if it is this one: that runs its code.",
     ),
 ]
 DeviceName = Annotated[str, typer.Option(metavar="auto|cpu|cuda|mps", help="Where to compute.")]
@@ -111,14 +112,14 @@ def evaluate(
     run: Run,
     max_sequences: Annotated[int, typer.Option(min=1, help="Validation sequences to read.")] = 256,
     device: DeviceName = "auto",
-    allow_entry_point: EntryPoint = None,
+    trust_entry_point: EntryPoint = None,
     json_output: Json = False,
     debug: Debug = False,
 ) -> int:
     """Measure the validation loss of a run."""
     from diloco_cli.cli import commands
 
-    return commands.evaluate(run, max_sequences, device, allow_entry_point, json_output)
+    return commands.evaluate(run, max_sequences, device, trust_entry_point, json_output)
 
 
 @app.command()
@@ -130,7 +131,7 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Sample among the k likeliest tokens; 0: among all.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same text.")] = 0,
     device: DeviceName = "auto",
-    allow_entry_point: EntryPoint = None,
+    trust_entry_point: EntryPoint = None,
     json_output: Json = False,
     debug: Debug = False,
 ) -> int:
@@ -138,21 +139,21 @@ def generate(
     from diloco_cli.cli import commands
 
     sampling = {"max_new_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
-    return commands.generate(run, prompt, sampling, device, allow_entry_point, json_output)
+    return commands.generate(run, prompt, sampling, device, trust_entry_point, json_output)
 
 
 @app.command()
 def export(
     run: Run,
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A new folder for the files.")],
-    allow_entry_point: EntryPoint = None,
+    trust_entry_point: EntryPoint = None,
     json_output: Json = False,
     debug: Debug = False,
 ) -> int:
     """Write a run in Hugging Face's layout."""
     from diloco_cli.cli import commands
 
-    return commands.export(run, to, allow_entry_point, json_output)
+    return commands.export(run, to, trust_entry_point, json_output)
 
 
 @app.command()

@@ -182,13 +182,13 @@ def _print_summary(summary: Mapping[str, Any]) -> None:
 # ---- the trained parameters -----------------------------------------------------------------------
 
 
-def evaluate(run: str, max_sequences: int, device: str, allow_entry_point: str | None, json_output: bool) -> int:
+def evaluate(run: str, max_sequences: int, device: str, trust_entry_point: str | None, json_output: bool) -> int:
     """`diloco evaluate`."""
     folder = find_run(run)
     _check_device(device)
     from diloco_cli.train.export import evaluate_run
 
-    result = evaluate_run(folder, max_sequences, allow_entry_point=allow_entry_point, device=device)
+    result = evaluate_run(folder, max_sequences, allow_entry_point=trust_entry_point, device=device)
     if json_output:
         _print_json({"schema_version": SCHEMA_VERSION, **result})
         return EXIT_OK
@@ -205,7 +205,7 @@ def generate(
     prompt: str,
     sampling: dict[str, Any],
     device: str,
-    allow_entry_point: str | None,
+    trust_entry_point: str | None,
     json_output: bool,
 ) -> int:
     """`diloco generate`: the prompt and what follows, as it is written."""
@@ -214,7 +214,7 @@ def generate(
     from diloco_cli.cli.app import printable
     from diloco_cli.train import export
 
-    loaded = export.load_final(folder, allow_entry_point=allow_entry_point)
+    loaded = export.load_final(folder, allow_entry_point=trust_entry_point)
     model = loaded.model.to(export.pick_device(device))
     show: Callable[[str], None] | None = None
     if not json_output:
@@ -228,12 +228,12 @@ def generate(
     return EXIT_OK
 
 
-def export(run: str, to: Path, allow_entry_point: str | None, json_output: bool) -> int:
+def export(run: str, to: Path, trust_entry_point: str | None, json_output: bool) -> int:
     """`diloco export`."""
     folder = find_run(run)
     from diloco_cli.train.export import export_llama
 
-    written = export_llama(folder, to, allow_entry_point=allow_entry_point)
+    written = export_llama(folder, to, allow_entry_point=trust_entry_point)
     files = sorted(p.name for p in written.iterdir())
     if json_output:
         _print_json({"schema_version": SCHEMA_VERSION, "folder": str(written), "files": files})

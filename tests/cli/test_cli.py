@@ -336,3 +336,22 @@ def test_generate_writes_to_stdout_only(trained: Path) -> None:
 def test_bash_completion_breaks_words_at_equals(words: str, current: int, found: list[str], tmp_path: Path) -> None:
     done = diloco(cwd=tmp_path, _DILOCO_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(current))
     assert done.stdout.split() == found
+
+
+def test_a_run_folder_runs_no_code_of_its_own_unless_it_is_trusted(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from diloco_cli.config.compose import compose
+    from diloco_cli.train.export import save_final
+    from diloco_cli.train.model import build_model, state_tensors
+    from diloco_cli.train.tokenizer import load_tokenizer
+
+    monkeypatch.chdir(trained)
+    cfg = compose(["data=text", f"data.path={trained / 'text'}", "data.seq_len=32"], "bring-your-own-model")
+    save_final(trained / "runs" / "own", state_tensors(build_model(cfg.model, 256, 0)), cfg, load_tokenizer("bytes"))
+    evaluate = ["evaluate", "own", "--max-sequences", "4", "--device", "cpu"]
+    assert cli_app._run(evaluate) != 0
+    hint = capsys.readouterr().err.partition("--trust-entry-point")
+    assert hint[1]
+    assert cli_app._run([*evaluate, "--trust-entry-point", "other.module:build"]) != 0
+    assert cli_app._run([*evaluate, hint[1], hint[2].split()[0]]) == 0

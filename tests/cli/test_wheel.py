@@ -63,7 +63,6 @@ def test_commands_work_from_an_empty_folder(installed: Path, tmp_path: Path) -> 
     for arguments in (
         ["--help"],
         ["config", "model"],
-        ["train", "--dry-run"],
         ["train", "--dry-run", "conf=bring-your-own-model"],
     ):
         done = _run(installed, tmp_path, *arguments)
