@@ -22,7 +22,10 @@ from queue import Queue
 from raw_hub import WARM_UP_ROUNDS, HubResult, raw_hub
 
 from diloco_cli.run import credentials
-from diloco_cli.run.transport import Channel, LinkShaper, Listener, connect
+from diloco_cli.run.channel import Channel
+from diloco_cli.run.connecting import connect
+from diloco_cli.run.links import LinkShaper
+from diloco_cli.run.listener import Listener
 from diloco_cli.wire.messages import ContributionMsg, Heartbeat, Hello, MergedMsg
 
 

@@ -10,7 +10,7 @@ no other; nobody else gets past the TLS handshake. Files, in RUN/keys (0700, eac
 Theory: an island's certificate is for clients only and the syncer's for servers only (extended key usage), so a
 stolen island key cannot pose as the syncer. Mutual TLS 1.3 only, without session tickets.
 Owns: key files and TLS contexts. Must not: log or print a key, or put one on a command line or into the environment.
-Called by: run.launcher (make_authority, issue), run.transport (contexts).
+Called by: run.launcher (make_authority, issue), run.connecting and run.listener (contexts).
 """
 
 from __future__ import annotations

@@ -27,9 +27,12 @@ from diloco_cli.core.fragments import Layout, fingerprint
 from diloco_cli.core.types import SendFragment
 from diloco_cli.errors import EnvironmentNotReady
 from diloco_cli.run.buffers import BufferPool, view
+from diloco_cli.run.channel import Channel
+from diloco_cli.run.connecting import connect
 from diloco_cli.run.credentials import Credentials
 from diloco_cli.run.links import RateMeter, make_shaper
-from diloco_cli.run.transport import Channel, ChannelClosed, Outbox, connect
+from diloco_cli.run.outbox import Outbox
+from diloco_cli.run.secure import ChannelClosed
 from diloco_cli.wire.codecs import DRIFT_WIRES, ErrorFeedback, decode, encode, encoded_bytes
 from diloco_cli.wire.frames import MAX_HEADER_BYTES, ProtocolError
 from diloco_cli.wire.messages import (

@@ -1,21 +1,181 @@
-"""Emulated links from the configuration, and their rates as people expect them: bits over the last second.
+"""Emulated links: when bytes leave one side of an island's link and arrive at the other, and how fast that looks.
 
-Called by: run.syncer_main, run.learner_link.
+    LinkRule     the rule, without a clock
+    LinkShaper   the rule on a real clock, for all connections that share one direction of an island's link
+    DelayLine    bytes under way: they have departed, but not arrived
+    RateMeter    a growing byte counter as bits per second
+
+Theory: the sender emulates. A rate makes a chunk wait before it departs, and latency and jitter before it is written to
+the socket; the real link's own rate and latency come on top. No root, no tc, and each island's links are its own.
+Owns: the emulation. Must not: know of sockets, TLS or messages. Called by: run.channel, run.syncer_main,
+run.learner_link.
 """
 
 from __future__ import annotations
 
 import math
+import random
+import threading
+import time
 from collections import deque
+from collections.abc import Callable
 
 from diloco_cli.config.schema import LinkDirection
-from diloco_cli.run.transport import LinkShaper
+
+CHUNK_BYTES = 256 * 1024
+MIN_CHUNK_BYTES = 4 * 1024
+# Credit a link may save up while idle or while its sender's thread gets no core.
+BURST_S = 0.02
+# Bytes under way on a link without a rate limit but with latency; a limited link holds rate * latency.
+DELAY_LINE_BYTES = 64 * 1024 * 1024
+
+Chunk = memoryview | bytes | bytearray
 
 
-def make_shaper(direction: LinkDirection, seed: int) -> LinkShaper:
-    """The sender's emulation of one direction of an island's link."""
-    rate_bps = None if math.isinf(direction.rate_bps) else direction.rate_bps
-    return LinkShaper(rate_bps, direction.latency_s, direction.jitter_s, seed)
+class LinkRule:
+    """When a chunk handed over at a given time leaves the sender and arrives at the other end. No clock in here.
+
+    A virtual queue: a chunk departs when all before it have, plus its own bits / rate. An idle link keeps up to
+    BURST_S of credit, so over any window of W seconds at most rate * (W + BURST_S) plus one chunk departs.
+    Release = departure + latency + U(0, jitter), never before that of an earlier chunk: order is kept.
+
+    Args:
+        rate_bps: bits per second, None for unlimited.
+        latency_s, jitter_s: seconds.
+        seed: of the jitter.
+    """
+
+    def __init__(self, rate_bps: float | None, latency_s: float = 0.0, jitter_s: float = 0.0, seed: int = 0) -> None:
+        self.rate_bps = rate_bps
+        self.latency_s = latency_s
+        self.jitter_s = jitter_s
+        self._random = random.Random(seed)
+        self._busy_until = float("-inf")
+        self._last_release = float("-inf")
+
+    def reserve(self, now_s: float, num_bytes: int) -> tuple[float, float]:
+        """Take the link's next free time for `num_bytes`; returns (depart_s, release_s)."""
+        if self.rate_bps is None:
+            depart = now_s
+        else:
+            start = max(self._busy_until, now_s - BURST_S)
+            self._busy_until = start + num_bytes * 8 / self.rate_bps
+            depart = max(self._busy_until, now_s)
+        jitter = self._random.uniform(0.0, self.jitter_s) if self.jitter_s > 0 else 0.0
+        self._last_release = max(self._last_release, depart + self.latency_s + jitter)
+        return depart, self._last_release
+
+
+class LinkShaper:
+    """One direction of one island's link, shared by the connections that go over it. Thread-safe.
+
+    Each sending thread has one chunk of `chunk_bytes` (2 ms of the rate) reserved at a time, so a small message
+    waits for about one chunk of each other sender and no more. `bytes_sent` grows as chunks depart: what a
+    dashboard should derive rates from.
+    """
+
+    def __init__(
+        self, rate_bps: float | None = None, latency_s: float = 0.0, jitter_s: float = 0.0, seed: int = 0
+    ) -> None:
+        self._rule = LinkRule(rate_bps, latency_s, jitter_s, seed)
+        self._lock = threading.Lock()
+        self._bytes_sent = 0
+        self.limited = rate_bps is not None
+        self.delayed = latency_s > 0 or jitter_s > 0
+        self.chunk_bytes = CHUNK_BYTES
+        self.delay_line_bytes = DELAY_LINE_BYTES
+        if rate_bps is not None:
+            self.chunk_bytes = _chunk_bytes(rate_bps)
+            self.delay_line_bytes = int(rate_bps / 8 * (latency_s + jitter_s + 2 * BURST_S)) + 4 * CHUNK_BYTES
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes (encrypted, as on the wire) that have departed since the start."""
+        return self._bytes_sent
+
+    def reserve(self, num_bytes: int) -> tuple[float, float]:
+        """(depart_s, release_s) on time.monotonic()'s clock for a chunk handed over now."""
+        with self._lock:
+            return self._rule.reserve(time.monotonic(), num_bytes)
+
+    def departed(self, num_bytes: int) -> None:
+        """Count bytes that were reserved and whose departure time has come."""
+        with self._lock:
+            self._bytes_sent += num_bytes
+
+
+class DelayLine:
+    """Chunks that have departed but not arrived: written to the socket when their time comes, by a thread.
+
+    Invariant: holds at most `limit_bytes` and one chunk. `error` is what the first failed write raised.
+    """
+
+    def __init__(self, write: Callable[[Chunk], None], limit_bytes: int, name: str) -> None:
+        self._write = write
+        self._limit = limit_bytes
+        self._chunks: deque[tuple[float, Chunk]] = deque()
+        self._held = 0
+        self._closed = False
+        self.error: OSError | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, release_s: float, data: Chunk) -> bool:
+        """Hand over a chunk; waits while a peer that reads slowly has filled the line. False when the line is over."""
+        with self._changed:
+            while self._held > self._limit and not self._closed and self.error is None:
+                self._changed.wait()
+            if self._closed or self.error is not None:
+                return False
+            self._chunks.append((release_s, data))
+            self._held += len(data)
+            self._changed.notify_all()
+            return True
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything is written; False when it took longer."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held or self._closed, timeout_s)
+            return not self._held and self.error is None
+
+    def close(self) -> None:
+        """Drop what has not arrived. Unblocks put()."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait for the thread's end, after close()."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while (data := self._next()) is not None:
+            try:
+                self._write(data)
+            except OSError as error:
+                with self._changed:
+                    self.error = error
+                    self._chunks.clear()
+                    self._held = 0
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._held -= len(data)
+                self._changed.notify_all()
+
+    def _next(self) -> Chunk | None:
+        with self._changed:
+            while not self._closed:
+                if not self._chunks:
+                    self._changed.wait()
+                    continue
+                wait = self._chunks[0][0] - time.monotonic()
+                if wait <= 0:
+                    return self._chunks.popleft()[1]
+                self._changed.wait(wait)
+        return None
 
 
 class RateMeter:
@@ -39,3 +199,15 @@ class RateMeter:
         if now_s - since_s < self._window_s:
             return None
         return 8.0 * (total_bytes - before) / (now_s - since_s)
+
+
+def make_shaper(direction: LinkDirection, seed: int) -> LinkShaper:
+    """The sender's emulation of one direction of an island's link."""
+    rate_bps = None if math.isinf(direction.rate_bps) else direction.rate_bps
+    return LinkShaper(rate_bps, direction.latency_s, direction.jitter_s, seed)
+
+
+def _chunk_bytes(rate_bps: float) -> int:
+    """2 ms of the rate; at least 4 KiB, unless even that would take the link for more than 20 ms."""
+    least = min(MIN_CHUNK_BYTES, rate_bps * 0.02 / 8)
+    return int(min(max(rate_bps * 0.002 / 8, least, 64), CHUNK_BYTES))

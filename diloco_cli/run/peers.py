@@ -19,8 +19,11 @@ from diloco_cli import __version__
 from diloco_cli.config.schema import Config
 from diloco_cli.core.fragments import Layout, fingerprint, first_difference
 from diloco_cli.run.buffers import view
+from diloco_cli.run.channel import Channel
 from diloco_cli.run.global_model import PayloadStore
-from diloco_cli.run.transport import Channel, ChannelClosed, LinkShaper, Outbox
+from diloco_cli.run.links import LinkShaper
+from diloco_cli.run.outbox import Outbox
+from diloco_cli.run.secure import ChannelClosed
 from diloco_cli.wire.codecs import encoded_bytes
 from diloco_cli.wire.frames import ProtocolError
 from diloco_cli.wire.messages import ContributionMsg, Hello, MergedMsg, Message, Reject

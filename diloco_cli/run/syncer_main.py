@@ -65,9 +65,9 @@ from diloco_cli.run.credentials import load
 from diloco_cli.run.global_model import GlobalModel, PayloadStore
 from diloco_cli.run.learner_main import is_lockstep
 from diloco_cli.run.links import RateMeter, make_shaper
+from diloco_cli.run.listener import Listener
 from diloco_cli.run.peers import Peer, Peers
 from diloco_cli.run.rundir import RunDir
-from diloco_cli.run.transport import Listener
 from diloco_cli.wire.messages import (
     ContributionMsg,
     EvaluateMsg,

@@ -16,7 +16,7 @@ A frame is a fixed prefix of 24 bytes, a JSON header and the raw payload::
 All integers are big-endian. The CRC finds mistakes of ours; damage on the way is found by TLS, whose every record
 is authenticated. Lengths are checked before anything of that length is allocated.
 Owns: the layout of frames and ProtocolError. Must not: open sockets, know what messages mean, build objects from
-what was received other than JSON values. Called by: run.transport, wire.messages, tests (fuzzing).
+what was received other than JSON values. Called by: run.channel, run.listener, wire.messages, tests (fuzzing).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class FrameReader:
     """Incremental parser: bytes in any pieces in, whole frames out.
 
-    For connections that are not trusted yet and for tests. Bulk payloads do not come this way (run.transport
+    For connections that are not trusted yet and for tests. Bulk payloads do not come this way (run.channel
     receives them straight into their buffer), so `max_payload` is small.
     Invariant: holds at most one unfinished frame, and never more than its checked lengths plus one piece.
     """

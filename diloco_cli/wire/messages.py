@@ -4,7 +4,7 @@ Two connections per learner. On *control* go small messages; on *bulk* go Contri
 payload of wire.codecs. Whoever connects says Hello first, on both.
 Owns: the message types, their numbers and fields. Must not: do I/O, or build anything from a header but these
 classes out of JSON values: an unknown type, an unknown, missing or mistyped field is a ProtocolError.
-Called by: run.transport (coding), run.syncer_main and run.learner_main (meaning).
+Called by: run.channel and run.listener (coding), run.syncer_main and run.learner_main (meaning).
 """
 
 from __future__ import annotations

@@ -9,7 +9,10 @@ from pathlib import Path
 from queue import Queue
 
 from diloco_cli.run import credentials
-from diloco_cli.run.transport import Channel, LinkShaper, Listener, connect
+from diloco_cli.run.channel import Channel
+from diloco_cli.run.connecting import connect
+from diloco_cli.run.links import LinkShaper
+from diloco_cli.run.listener import Listener
 from diloco_cli.wire.messages import ContributionMsg, Hello
 
 WAIT_S = 20.0

@@ -15,7 +15,12 @@ from net_helpers import WAIT_S, Server, contribution, hello, wait_until
 
 from diloco_cli.errors import EnvironmentNotReady
 from diloco_cli.run import credentials
-from diloco_cli.run.transport import Channel, ChannelClosed, LinkShaper, Listener, Outbox, connect, parse_address
+from diloco_cli.run.channel import Channel
+from diloco_cli.run.connecting import connect, parse_address
+from diloco_cli.run.links import LinkShaper
+from diloco_cli.run.listener import Listener
+from diloco_cli.run.outbox import Outbox
+from diloco_cli.run.secure import ChannelClosed
 from diloco_cli.wire.frames import ProtocolError
 from diloco_cli.wire.messages import Goodbye, Heartbeat, MergedMsg, PullMsg, Welcome
 

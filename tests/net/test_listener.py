@@ -16,7 +16,9 @@ from net_helpers import WAIT_S, Server, contribution, hello, wait_until
 
 from diloco_cli.errors import EnvironmentNotReady
 from diloco_cli.run import credentials
-from diloco_cli.run.transport import ChannelClosed, LinkShaper, connect
+from diloco_cli.run.connecting import connect
+from diloco_cli.run.links import LinkShaper
+from diloco_cli.run.secure import ChannelClosed
 from diloco_cli.wire.frames import encode_frame
 from diloco_cli.wire.messages import Heartbeat, encode_message
 

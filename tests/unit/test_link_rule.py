@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_cli.run.transport import BURST_S, CHUNK_BYTES, LinkRule, LinkShaper
+from diloco_cli.run.links import BURST_S, CHUNK_BYTES, LinkRule, LinkShaper
 
 # (seconds since the one before, bytes)
 arrivals = st.lists(st.tuples(st.floats(0, 0.5), st.integers(1, 300_000)), min_size=1, max_size=60)
