@@ -39,6 +39,11 @@ class DilocoError(Exception):
         self.why = why
         self.hint = hint
 
+    def as_dict(self) -> dict[str, str | int | None]:
+        """The error as summary.json and `--json` give it; parts that say nothing are null."""
+        parts = {name: getattr(self, name) or None for name in ("what", "where", "why", "hint")}
+        return {**parts, "exit_code": self.exit_code}
+
     def __str__(self) -> str:
         lines = [self.what]
         lines += [f"  {k}: {v}" for k, v in (("where", self.where), ("why", self.why), ("hint", self.hint)) if v]

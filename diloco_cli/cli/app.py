@@ -250,8 +250,7 @@ def _report(error: DilocoError, exit_code: int, json_output: bool, debug: bool) 
             # A run that failed has its own summary, which says more.
             document = summary
         else:
-            parts = {name: getattr(error, name) or None for name in ("what", "where", "why", "hint")}
-            document = {"schema_version": 1, "status": "failed", "error": {**parts, "exit_code": exit_code}}
+            document = {"schema_version": 1, "status": "failed", "error": {**error.as_dict(), "exit_code": exit_code}}
         print(json.dumps(document))
 
 

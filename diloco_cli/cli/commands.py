@@ -138,7 +138,7 @@ def _sweep(conf: str | None, overrides: list[str], options: TrainOptions) -> int
             summary = getattr(error, "summary", None) or {
                 "schema_version": SCHEMA_VERSION,
                 "status": "failed",
-                "error": {"what": error.what, "where": error.where, "why": error.why, "hint": error.hint},
+                "error": error.as_dict(),
             }
             print(f"error: {error.what}", file=sys.stderr)
         results.append({**summary, "overrides": each})

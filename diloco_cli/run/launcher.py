@@ -328,7 +328,7 @@ class Launcher:
         return {
             "schema_version": SCHEMA_VERSION,
             "status": status,
-            "error": str(error) if error is not None and not isinstance(error, Interrupted) else None,
+            "error": error.as_dict() if error is not None and not isinstance(error, Interrupted) else None,
             "algorithm": self.cfg.sync.algorithm.value,
             "learners": self.cfg.islands.count,
             "steps": result.get("steps"),

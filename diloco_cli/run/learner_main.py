@@ -223,6 +223,7 @@ class Progress:
     steps: int = 0
     step_time_s: float = 0.0
     loss_sum: float = 0.0
+    loss_steps: int = 0
 
 
 class Leader(Follower):
@@ -286,7 +287,9 @@ class Leader(Follower):
         self._last = result
         self._progress.steps += 1
         self._progress.step_time_s += result.step_time_s
-        self._progress.loss_sum += result.loss
+        if result.tokens:  # a step on padding alone has no loss
+            self._progress.loss_sum += result.loss
+            self._progress.loss_steps += 1
         self._add_phase("data", result.data_time_s)
         self._add_phase("compute", result.compute_time_s)
         self._add_phase("slowed", result.slowed_time_s)
@@ -411,8 +414,8 @@ class Leader(Follower):
         metrics["staleness_steps"] = sum(self.core.steps) / len(self.core.steps)
         if self._last is not None:
             metrics |= {"lr": self._last.lr, "grad_norm": self._last.grad_norm}
-        if progress.steps:
-            metrics["loss"] = progress.loss_sum / progress.steps
+        if progress.loss_steps:
+            metrics["loss"] = progress.loss_sum / progress.loss_steps
         phases, self._phases = self._phases, {}
         phases["other"] = max(0.0, now_s - self._accounted_s - sum(phases.values()))
         self._accounted_s = now_s

@@ -111,7 +111,8 @@ def test_a_learner_that_cannot_start_shows_its_own_error(run_small, user_models)
     assert "left-handed optimizer" in str(run.error)
     assert "island-" in run.error.where
     assert time.monotonic() - began < 30
-    assert run.summary["error"] == str(run.error)
+    assert run.summary["error"]["what"] == run.error.what
+    assert run.summary["error"]["exit_code"] == 1
 
 
 def test_a_model_that_breaks_everywhere_shows_the_same(run_small, user_models):
