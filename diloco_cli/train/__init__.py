@@ -1,1 +1,1 @@
-
+"""Torch inside one island: model, data, optimizer, step, export."""
