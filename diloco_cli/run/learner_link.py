@@ -4,15 +4,20 @@ Owns: two channels to the syncer (control, bulk), encoding what goes out, decodi
 Must not: decide anything of the protocol (core.learner does). Called by: run.learner_main on rank 0.
 
 Threads: one receiver per channel, one outbox per channel, one encoder, one for heartbeats. What comes in waits in
-`inbox`; nothing else is shared.
+`inbox`; nothing else is shared. Whatever ends a thread before close() arrives there as Lost, once.
+Memory: per fragment at most one merged version in the inbox, one that is being received, and one contribution that
+waits to be sent; buffers are used again.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import queue
 import threading
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -52,6 +57,8 @@ from diloco_cli.wire.messages import (
     Welcome,
 )
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class Merged:
@@ -67,6 +74,45 @@ class Lost:
     """The connection is over."""
 
     reason: str
+
+
+class Inbox:
+    """What has come in and is not taken yet. Of a fragment only the newest version waits: a training loop that is busy
+    for long, with an evaluation say, must not pile up models. Thread-safe; get() raises queue.Empty like a Queue's.
+    """
+
+    def __init__(self, release: Callable[[Merged], None]) -> None:
+        self._release = release
+        self._waiting: OrderedDict[object, Incoming] = OrderedDict()
+        self._changed = threading.Condition()
+
+    def put(self, message: Incoming) -> None:
+        """Add a message; a merged fragment takes the place of an older version of it."""
+        replaced: Incoming | None = None
+        with self._changed:
+            if isinstance(message, Merged):
+                fragment = message.message.fragment
+                replaced = self._waiting.get(fragment)
+                if isinstance(replaced, Merged) and replaced.message.version >= message.message.version:
+                    replaced = message
+                else:
+                    self._waiting[fragment] = message
+            else:
+                self._waiting[object()] = message
+            self._changed.notify()
+        if isinstance(replaced, Merged):
+            self._release(replaced)
+
+    def get(self, timeout: float) -> Incoming:
+        """The oldest message, waiting up to `timeout` seconds for one."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._waiting, timeout):
+                raise queue.Empty
+            return self._waiting.popitem(last=False)[1]
+
+    def get_nowait(self) -> Incoming:
+        """The oldest message, if there is one."""
+        return self.get(0.0)
 
 
 Incoming = Merged | Lost | Welcome | PullMsg | FinishMsg | EvaluateMsg | StopMsg | Reject
@@ -86,7 +132,7 @@ class SyncerLink:
         self._layout = layout
         self._wire_up = cfg.network.wire_up.value
         self._wire_down = cfg.network.wire_down.value
-        self.inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
+        self.inbox = Inbox(self.release)
         self._bytes = BufferPool()
         self._floats = BufferPool()
         self._feedback: dict[int, ErrorFeedback] = {}
@@ -95,17 +141,24 @@ class SyncerLink:
         self._up_rate = RateMeter()
         self._down_rate = RateMeter()
         self._closing = False
+        self._state = threading.Lock()
         self._last_report = Report(step=0, tokens=0, step_time_s=None, metrics={}, phases={})
         hello = _hello(cfg, island, layout)
         timeout_s = cfg.network.connect_timeout_s
         self._control = connect(address, credentials, self._shaper, hello("control"), timeout_s)
-        self._bulk = connect(address, credentials, self._shaper, hello("bulk"), timeout_s)
+        try:
+            self._bulk = connect(address, credentials, self._shaper, hello("bulk"), timeout_s)
+        except BaseException:
+            self._control.close()
+            raise
         self._control_out = Outbox(self._control, on_error=self._lost)
         self._bulk_out = Outbox(self._bulk, on_error=self._lost)
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encoder")
         self._stop = threading.Event()
-        for target in (self._receive_control, self._receive_bulk, self._heartbeat):
-            threading.Thread(target=target, name=target.__name__, daemon=True).start()
+        targets = (self._receive_control, self._receive_bulk, self._heartbeat)
+        self._threads = [threading.Thread(target=t, name=t.__name__, daemon=True) for t in targets]
+        for thread in self._threads:
+            thread.start()
 
     # ---- what the training loop says ---------------------------------------------------------------
 
@@ -128,13 +181,13 @@ class SyncerLink:
 
     def send(self, effect: SendFragment, flat: Tensor) -> None:
         """Encode and send a contribution in the background. `flat` (from float_buffer) is ours from now on."""
-        self._encoder.submit(self._encode_and_send, effect, flat)
+        self._encode(self._encode_and_send, effect, flat)
 
     def remember_base(self, fragment: int, values: Tensor) -> None:
         """Keep what was installed: below bfloat16, drift is measured against it (algorithm.md, Wire types)."""
         if self._wire_up in DRIFT_WIRES:
             copied = values.clone()
-            self._encoder.submit(self._base.__setitem__, fragment, copied)
+            self._encode(self._base.__setitem__, fragment, copied)
 
     def release(self, merged: Merged) -> None:
         """Give an installed fragment's memory back."""
@@ -150,8 +203,9 @@ class SyncerLink:
         return {name: rate for name, rate in rates.items() if rate is not None}
 
     def close(self, reason: str) -> None:
-        """Say goodbye, flush for a moment, and end all threads."""
-        self._closing = True
+        """Say goodbye, flush for a moment, and end all threads. Idempotent."""
+        with self._state:
+            self._closing = True
         self._stop.set()
         self._encoder.shutdown(wait=True)
         self._control_out.put(Goodbye(reason=reason))
@@ -159,8 +213,22 @@ class SyncerLink:
         self._bulk_out.close()
         self._control.close(reason)
         self._bulk.close(reason)
+        for thread in self._threads:
+            thread.join(timeout=5.0)
 
     # ---- background --------------------------------------------------------------------------------
+
+    def _encode(self, job: Callable[..., None], *args: object) -> None:
+        """Have the encoder do something, after what it was given before."""
+
+        def guarded() -> None:
+            try:
+                job(*args)
+            except Exception as error:
+                log.exception("the encoder failed")
+                self._lost(f"encoding failed: {type(error).__name__}: {error}")
+
+        self._encoder.submit(guarded)
 
     def _encode_and_send(self, effect: SendFragment, flat: Tensor) -> None:
         numel = flat.numel()
@@ -208,6 +276,9 @@ class SyncerLink:
                     self.inbox.put(message)
         except (ChannelClosed, ProtocolError) as error:
             self._lost(str(error))
+        except Exception as error:
+            log.exception("receiving failed")
+            self._lost(f"receiving failed: {type(error).__name__}: {error}")
 
     def _allocate(self, message: Message, num_bytes: int) -> memoryview:
         if not isinstance(message, MergedMsg) or message.fragment >= len(self._layout):
@@ -236,8 +307,9 @@ class SyncerLink:
             self._control_out.put(Report(step=last.step, tokens=last.tokens, step_time_s=None, metrics={}, phases={}))
 
     def _lost(self, reason: str) -> None:
-        if not self._closing:
-            self._closing = True
+        with self._state:
+            was_closing, self._closing = self._closing, True
+        if not was_closing:
             self.inbox.put(Lost(reason))
 
 
@@ -246,8 +318,6 @@ def _no_payload(message: Message, num_bytes: int) -> memoryview | None:
 
 
 def _hello(cfg: Config, island: str, layout: Layout) -> Callable[[str], Hello]:
-    import json
-
     session = uuid.uuid4().hex
     described: dict[str, Any] = fingerprint(layout)
     if len(json.dumps(described)) > MAX_HEADER_BYTES // 2:

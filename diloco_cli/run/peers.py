@@ -3,12 +3,19 @@
 Owns: who is connected, the checks at the door (version, layout, name), receivers and outboxes. Decides nothing of the
 protocol: what comes in is handed to the actor. All methods run in the actor's thread unless they say otherwise.
 Called by: run.syncer_main.
+
+Theory: a learner is one *session*, a control and a bulk channel that say the same session under the same proved name.
+Between the two it is *half open*: one session per name, without threads, for at most network.connect_timeout. Receivers
+start when both are there, so nothing that a learner says is taken before it has passed all checks. From then on it
+costs at most MAX_UNDELIVERED control messages, what the payload store allows, and what its outboxes hold.
+Whatever breaks the protocol ends that session alone, with one line on the tape that says why.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,6 +40,11 @@ if TYPE_CHECKING:
 
 # How often arriving bulk bytes are passed on as a sign of life.
 ALIVE_INTERVAL_S = 0.5
+# Control messages of one learner that wait for the actor; its receiver reads no more until some are taken.
+MAX_UNDELIVERED = 256
+# Rejected sessions and offences that are remembered, so that each is on the tape once.
+MAX_REMEMBERED = 1024
+MAX_TEXT = 300
 
 
 @dataclass(slots=True)
@@ -43,8 +55,10 @@ class Peer:
     session: str
     channels: dict[str, Channel] = field(default_factory=dict)
     outboxes: dict[str, Outbox] = field(default_factory=dict)
-    joined: bool = False
+    deadline_s: float = 0.0
+    """time.monotonic() until which both channels must be there."""
     goodbye: str = ""
+    room: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(MAX_UNDELIVERED))
 
 
 class Peers:
@@ -57,7 +71,8 @@ class Peers:
         self._store = store
         self._syncer = syncer
         self._joined: dict[str, Peer] = {}
-        self._half: dict[str, Peer] = {}
+        self._half: OrderedDict[str, Peer] = OrderedDict()
+        self._rejected: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._bytes_up_before: dict[str, int] = {}
         self.shapers: dict[str, LinkShaper] = {}
 
@@ -73,16 +88,16 @@ class Peers:
         if reason:
             self._reject(channel, hello, reason)
             return
-        peer = self._half.setdefault(hello.session, Peer(channel.peer, hello.session))
-        if hello.kind in peer.channels:
-            self._reject(channel, hello, f"a second {hello.kind} connection of the same session")
-            return
+        peer = self._half.get(channel.peer)
+        if peer is None or peer.session != hello.session:
+            if peer is not None:
+                self._drop_half(peer, "replaced by a newer connection")
+            deadline_s = time.monotonic() + self._cfg.network.connect_timeout_s
+            peer = Peer(channel.peer, hello.session, deadline_s=deadline_s)
+            self._half[channel.peer] = peer
         peer.channels[hello.kind] = channel
-        peer.outboxes[hello.kind] = Outbox(channel)
-        target = self._receive_control if hello.kind == "control" else self._receive_bulk
-        threading.Thread(target=target, args=(peer, channel), name=f"{hello.kind}-{peer.name}", daemon=True).start()
         if len(peer.channels) == 2:
-            del self._half[hello.session]
+            del self._half[channel.peer]
             self._join(peer)
 
     def _objection(self, channel: Channel, hello: Hello) -> str:
@@ -90,14 +105,29 @@ class Peers:
         if channel.peer not in self._cfg.island_names():
             return f"this run has no island {channel.peer}"
         if hello.version != __version__:
-            return f"diloco {hello.version} at the island, {__version__} at the syncer"
+            return f"diloco {hello.version[:40]} at the island, {__version__} at the syncer"
         if hello.layout_hash != self._layout.hash:
-            where = first_difference(self._fingerprint, hello.layout) if hello.layout else ""
-            return f"the model's layout differs: {where or 'the hashes are not the same'}"
+            differs = "the model's layout differs: "
+            # The other connection of the same session may have told more than this one does.
+            known = self._rejected.get((channel.peer, hello.session), "")
+            return known if known.startswith(differs) else differs + self._difference(hello)
         other = self._joined.get(channel.peer)
-        if other is not None and other.session != hello.session and self._is_fresh(other):
+        if other is not None and other.session == hello.session:
+            return "a third connection of the same session"
+        if other is not None and self._is_fresh(other):
             return f"{channel.peer} is connected already, from {other.channels['control'].address}"
+        half = self._half.get(channel.peer)
+        if half is not None and half.session == hello.session and hello.kind in half.channels:
+            return f"a second {hello.kind} connection of the same session"
         return ""
+
+    def _difference(self, hello: Hello) -> str:
+        """The first difference of two layouts. What the learner says of its own may be any JSON."""
+        try:
+            where = first_difference(self._fingerprint, hello.layout) if hello.layout else ""
+        except (KeyError, IndexError, TypeError, ValueError, RecursionError):
+            where = ""
+        return where or "the hashes are not the same"
 
     def _is_fresh(self, peer: Peer) -> bool:
         """Whether it was heard of within two heartbeats, on any channel."""
@@ -105,11 +135,13 @@ class Peers:
         return time.monotonic() - newest_s < 2 * self._cfg.sync.heartbeat_interval_s
 
     def _reject(self, channel: Channel, hello: Hello, reason: str) -> None:
-        self._syncer.record("rejected", {"learner": hello.island, "address": channel.address, "reason": reason})
+        reason = printable(reason)
+        if self._rejected.get((channel.peer, hello.session)) != reason:
+            self._record_rejected(channel, hello.session, reason)
 
         def say() -> None:
             try:
-                channel.send(Reject(reason=reason[:1000]))
+                channel.send(Reject(reason=reason))
                 channel.flush(2.0)
             except ChannelClosed:
                 pass
@@ -117,12 +149,44 @@ class Peers:
 
         threading.Thread(target=say, name="reject", daemon=True).start()
 
+    def _record_rejected(self, channel: Channel, session: str, reason: str) -> None:
+        """On the tape once for each learner and reason, however often it is tried."""
+        said_before = any(name == channel.peer and said == reason for (name, _), said in self._rejected.items())
+        self._rejected[(channel.peer, session)] = reason
+        if len(self._rejected) > MAX_REMEMBERED:
+            self._rejected.popitem(last=False)
+        if not said_before:
+            self._syncer.record("rejected", {"learner": channel.peer, "address": channel.address, "reason": reason})
+
     def _join(self, peer: Peer) -> None:
         if peer.name in self._joined:
             self._drop(self._joined[peer.name], "replaced by a newer connection")
-        peer.joined = True
         self._joined[peer.name] = peer
+        for kind, channel in peer.channels.items():
+            peer.outboxes[kind] = Outbox(channel)
+            target = self._receive_control if kind == "control" else self._receive_bulk
+            threading.Thread(target=target, args=(peer, channel), name=f"{kind}-{peer.name}", daemon=True).start()
         self._syncer.on_joined(peer)
+
+    @property
+    def due_s(self) -> float:
+        """When drop_overdue() must be called next (time.monotonic())."""
+        return next(iter(self._half.values())).deadline_s if self._half else float("inf")
+
+    def drop_overdue(self, now_s: float) -> None:
+        """Close connections whose other half did not come in time."""
+        for peer in list(self._half.values()):
+            if peer.deadline_s > now_s:
+                return
+            missing = "control" if "bulk" in peer.channels else "bulk"
+            reason = f"no {missing} connection within {self._cfg.network.connect_timeout_s:g} s"
+            self._record_rejected(next(iter(peer.channels.values())), peer.session, reason)
+            self._drop_half(peer, reason)
+
+    def _drop_half(self, peer: Peer, reason: str) -> None:
+        del self._half[peer.name]
+        for channel in peer.channels.values():
+            channel.close(reason)
 
     # ---- sending -----------------------------------------------------------------------------------
 
@@ -155,8 +219,7 @@ class Peers:
             peer.outboxes["control"].close(flush_s=0.5)
             self._drop(peer, "the run is over")
         for peer in list(self._half.values()):
-            for channel in peer.channels.values():
-                channel.close("the run is over")
+            self._drop_half(peer, "the run is over")
 
     def _drop(self, peer: Peer, reason: str) -> None:
         self._joined.pop(peer.name, None)
@@ -169,13 +232,9 @@ class Peers:
 
     def _lost(self, peer: Peer, reason: str) -> None:
         """A receiver found its channel closed."""
-        self._half.pop(peer.session, None)
         if self._joined.get(peer.name) is peer:
             self._drop(peer, reason)
-            self._syncer.on_left(peer.name, peer.goodbye or reason)
-        elif not peer.joined:
-            for channel in peer.channels.values():
-                channel.close(reason)
+            self._syncer.on_left(peer.name, printable(peer.goodbye or reason))
 
     def bytes_by_island(self) -> dict[str, dict[str, int]]:
         """Encrypted bytes up and down of every island, over all its connections."""
@@ -199,12 +258,20 @@ class Peers:
         try:
             while True:
                 message, _ = channel.receive(refuse)
-                self._syncer.post(lambda m=message: self._deliver(peer, m))  # type: ignore[misc]
+                self._hand_over(peer, channel, message)
         except (ChannelClosed, ProtocolError) as error:
             reason = str(error)
             self._syncer.post(lambda: self._lost(peer, reason))
 
+    def _hand_over(self, peer: Peer, channel: Channel, message: Message) -> None:
+        """Give the actor a control message, waiting while too many of this learner's lie there."""
+        while not peer.room.acquire(timeout=1.0):
+            if channel.closed:
+                raise ChannelClosed("closed while its messages waited")
+        self._syncer.post(lambda: self._deliver(peer, message))
+
     def _deliver(self, peer: Peer, message: Message) -> None:
+        peer.room.release()
         if self._joined.get(peer.name) is peer:
             self._syncer.on_message(peer, message)
 
@@ -242,11 +309,24 @@ class Peers:
     def contribution_arrived(self, peer: Peer, message: ContributionMsg, buffer: Tensor) -> None:
         """Look at the values here, in the receiver's thread, then hand the contribution to the actor."""
         handle, problem = self._store.put(peer.name, buffer, message.fragment)
-        self._syncer.post(lambda: self._syncer.on_contribution(peer.name, message, handle, problem))
+
+        def deliver() -> None:
+            if self._joined.get(peer.name) is peer:
+                self._syncer.on_contribution(peer.name, message, handle, problem)
+            else:
+                # A later session of the same learner must not answer for it.
+                self._store.free(handle)
+
+        self._syncer.post(deliver)
 
     def alive(self, peer: Peer) -> None:
         """Bulk bytes are arriving. Any thread."""
         self._syncer.post(lambda: self._syncer.on_alive(peer.name))
+
+
+def printable(text: str, limit: int = MAX_TEXT) -> str:
+    """What a peer says, as it may stand in a log or on a screen: short, on one line, without control characters."""
+    return "".join(c if c.isprintable() else "?" for c in text[:limit])
 
 
 class _BulkReceiver:

@@ -97,6 +97,8 @@ LOGGED_EVENTS = {
     "error",
     "finish",
 }
+# Phases of a learner's time that are told apart; what it calls them is its own affair, how many is ours.
+MAX_PHASES = 32
 EVALUATION_TIMEOUT_S = 600.0
 GOODBYE_TIMEOUT_S = 3.0
 
@@ -217,9 +219,10 @@ class Syncer:
             if now_s >= deadline_s:
                 return
             self._fire_timers(now_s)
+            self.peers.drop_overdue(now_s)
             if done():
                 return
-            next_s = min(self._next_timer_s(), self._figures.due_s, deadline_s)
+            next_s = min(self._next_timer_s(), self._figures.due_s, self.peers.due_s, deadline_s)
             try:
                 action = self.mailbox.get(timeout=max(0.0, next_s - time.monotonic()))
             except queue.Empty:
@@ -385,7 +388,7 @@ class Syncer:
     def _on_validation(self, peer: Peer, message: Validation) -> None:
         data = {"learner": peer.name, "step": message.step, "loss": message.loss, "final": message.final}
         self.record("evaluation", {**data, "bigram": message.bigram, "tokens": message.tokens})
-        if message.final:
+        if message.final and peer.name in self._evaluated_by:
             self._validation = message
 
     def on_alive(self, name: str) -> None:
@@ -403,7 +406,9 @@ class Syncer:
             sent_at_step=message.sent_at_step,
             handle=handle,
         )
-        if not problem and not self.model.knows(message.fragment, message.base_version):
+        # What starts from a version that is still to come is for the core to refuse.
+        known = self.model.knows(message.fragment, message.base_version)
+        if not problem and not known and message.base_version <= self.core.versions[message.fragment]:
             problem = f"it starts from version {message.base_version}, which is no longer known"
         if problem:
             self.feed(ContributionRefused(contribution=contribution, reason=problem))
@@ -548,13 +553,13 @@ class Figures:
 
     def report(self, name: str, report: Report) -> None:
         """Take a learner's report."""
-        window = self._since[name]
-        window.add(report)
-        self._latest[name] = report
-        self._steps[name] = report.step
         totals = self._phases.setdefault(name, {})
         for phase, seconds in report.phases.items():
-            totals[phase] = totals.get(phase, 0.0) + seconds
+            if phase in totals or len(totals) < MAX_PHASES:
+                totals[phase] = totals.get(phase, 0.0) + seconds
+        self._since[name].add(report, {p: s for p, s in report.phases.items() if p in totals})
+        self._latest[name] = report
+        self._steps[name] = report.step
         if "loss" in report.metrics:
             old = self._train_loss.get(name)
             loss = report.metrics["loss"]
@@ -599,8 +604,9 @@ class Figures:
             "step": report.step,
             "tokens": report.tokens,
             "tokens_per_s": window.tokens / elapsed_s,
-            **metrics,
         }
+        # A learner's figures add to ours and replace none.
+        line |= {key: value for key, value in metrics.items() if key not in line}
         if window.loss_steps:
             line["loss"] = window.loss_sum / window.loss_steps
         if window.steps and window.step_time_sum:
@@ -672,7 +678,7 @@ class _Window:
     loss_steps: int = 0
     phases: dict[str, float] = field(default_factory=dict)
 
-    def add(self, report: Report) -> None:
+    def add(self, report: Report, phases: dict[str, float]) -> None:
         steps = report.step - self.last_step if self.last_step is not None else 0
         if self.last_step is None and report.tokens:
             steps = 1
@@ -684,7 +690,7 @@ class _Window:
                 self.loss_steps += steps
         self.tokens += max(0, report.tokens - self.last_tokens)
         self.last_step, self.last_tokens = report.step, report.tokens
-        for phase, seconds in report.phases.items():
+        for phase, seconds in phases.items():
             self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 
 
