@@ -122,6 +122,7 @@ class LearnerState:
     """Per fragment and base version: its counter since that install, as far as it is known here."""
     progress_at_s: float
     """When it last reported a new step."""
+    joined_at_step: int = 0
     step: int = 0
     step_time: Average = field(default_factory=Average)
     busy_s: float = 0.0
@@ -267,6 +268,7 @@ class SyncerCore:
             merged_base=[-1] * count,
             counted=[{} for _ in range(count)],
             progress_at_s=now_s,
+            joined_at_step=self.global_step,
             step=self.global_step,
         )
         self.expected.discard(learner)
@@ -391,12 +393,17 @@ class SyncerCore:
     def _open(self, fragment: int, now_s: float, *, wait_for_all: bool) -> None:
         live = set(self.learners)
         asked = {m for m in live if self._may_contribute(m, fragment)}
+        pulled = not self.settings.lockstep or self.phase == FINAL
+        awaited = live if wait_for_all else asked
+        if not pulled:
+            # Who joined at or after the step of this cut will not send it.
+            awaited = {m for m in live if self.learners[m].joined_at_step < self._cuts[fragment]}
         current = Round(
             opened_at_s=now_s,
             asked=asked,
-            awaited=set(live) if wait_for_all else set(asked),
+            awaited=set(awaited),
             wait_for_all=wait_for_all,
-            pulled=not self.settings.lockstep or self.phase == FINAL,
+            pulled=pulled,
             kept=self._kept_late[fragment],
         )
         self._kept_late[fragment] = []

@@ -53,6 +53,8 @@ def worlds(draw: st.DrawFn, *, lockstep: bool = False, kinds: tuple[str, ...] = 
         present=draw(st.none() | st.frozensets(st.sampled_from(names))),
         faults=tuple(sorted(faults, key=lambda f: f.at_s)),
         stop_at_s=draw(st.none() | st.none() | st.floats(0.0, horizon)),
+        finish_tolerance=draw(st.sampled_from([0.0, 0.1, 0.5])),
+        finish_wait_s=draw(st.sampled_from([0.0, 0.5, 10.0])),
         seed=draw(st.integers(0, 2**16)),
     )
 

@@ -12,6 +12,7 @@ books except to compare.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +81,8 @@ class Rules:
     lockstep: bool = False
     same_offset: bool = False
     max_drift_steps: int | None = None
-    finish_tolerance: float = 0.2
+    finish_tolerance: float = 0.1
+    finish_wait_s: float = 10.0
     heartbeat_timeout_s: float = 4.0
     start_timeout_s: float = 20.0
     latency_s: tuple[float, float] = (0.001, 0.05)
@@ -170,7 +172,8 @@ class World:
                 keep_late=rules.keep_late,
                 lockstep=rules.lockstep,
                 target_steps=rules.target_steps,
-                finish_tolerance=1.0 if rules.lockstep else rules.finish_tolerance,
+                finish_tolerance=rules.finish_tolerance,
+                finish_wait_s=math.inf if rules.lockstep else rules.finish_wait_s,
                 heartbeat_timeout_s=rules.heartbeat_timeout_s,
                 start_timeout_s=rules.start_timeout_s,
             )
