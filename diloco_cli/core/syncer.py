@@ -357,7 +357,9 @@ class SyncerCore:
         state.last_seen_s = now_s
         self.ledger.processed(event.learner, event.tokens)
         if event.step_time_s is not None and event.step > state.step:
-            state.step_time.add(event.step_time_s)
+            if state.step > state.joined_at_step:
+                # Not the first one, which warms up: it would look like slow hardware for a while.
+                state.step_time.add(event.step_time_s)
             state.busy_s += event.step_time_s * (event.step - state.step)
         if event.step > state.step:
             training = [s.step for s in self.learners.values() if s.step < self.settings.target_steps]
