@@ -32,7 +32,8 @@ def worker(run_path: str, name: str) -> None:
     from diloco_cli.config.schema import load_config
     from diloco_cli.run.credentials import load
     from diloco_cli.run.learner_link import SyncerLink
-    from diloco_cli.run.learner_main import Leader, _build, _join, syncer_address
+    from diloco_cli.run.learner_main import _build, _join, syncer_address
+    from diloco_cli.run.ranks import Leader
     from diloco_cli.run.rundir import RunDir
     from diloco_cli.train.island import Island
 

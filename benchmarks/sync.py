@@ -83,8 +83,10 @@ def worker(run_path: str, name: str) -> None:
     from diloco_cli.config.schema import load_config
     from diloco_cli.run.credentials import load
     from diloco_cli.run.learner_link import SyncerLink
-    from diloco_cli.run.learner_main import Leader, _join, model_layout, syncer_address
+    from diloco_cli.run.learner_main import _join, syncer_address
+    from diloco_cli.run.ranks import Leader
     from diloco_cli.run.rundir import RunDir
+    from diloco_cli.run.settings import model_layout
     from diloco_cli.train.island import Island
     from diloco_cli.train.loop import StepResult
     from diloco_cli.train.model import state_tensors

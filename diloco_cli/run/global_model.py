@@ -24,7 +24,7 @@ from diloco_cli.core.merge import AVERAGE, BUFFER, RDA, MergeInput, Segment, mer
 from diloco_cli.core.syncer import LearnerState
 from diloco_cli.core.types import Contribution
 from diloco_cli.run.buffers import BufferPool, view
-from diloco_cli.run.learner_main import model_layout
+from diloco_cli.run.settings import KEPT_VERSIONS, model_layout
 from diloco_cli.wire.codecs import DRIFT_WIRES, decode, encode, encoded_bytes
 
 _PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,9 +38,6 @@ def segments(fragment: FragmentSpec, rule: MergeRule) -> list[Segment]:
 
 class GlobalModel:
     """Theta and everything that is computed from it."""
-
-    KEPT_VERSIONS = 4
-    """Most versions of a fragment, older than the newest, whose parameters are kept as anchors."""
 
     def __init__(self, cfg: Config) -> None:
         from diloco_cli.train.model import build_model, state_tensors
@@ -96,7 +93,7 @@ class GlobalModel:
     def forget_unneeded(self, fragment: int, learners: Iterable[LearnerState]) -> None:
         """Drop versions that no learner can still start from: older than the one before the oldest installed."""
         oldest = min((state.versions[fragment] for state in learners), default=self._newest[fragment])
-        oldest = max(oldest - 1, self._newest[fragment] - self.KEPT_VERSIONS)
+        oldest = max(oldest - 1, self._newest[fragment] - KEPT_VERSIONS)
         for version in [v for v in self._payloads[fragment] if v < oldest]:
             del self._payloads[fragment][version]
 
