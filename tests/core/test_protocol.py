@@ -77,5 +77,41 @@ def test_few_faults(rules: Rules) -> None:
     World(rules).run()
 
 
-if __name__ == "__main__":
-    pytest.main([__file__])
+INSTANT = {"latency_s": (0.0, 0.0), "merge_s": (0.0, 0.0), "grace_safety": 0.0}
+FOUND = {
+    "sent for the next cut while the last one's round is open": Rules(
+        step_s={"i0": 0.4, "i1": 0.05},
+        num_fragments=1,
+        inner_steps=2,
+        overlap_steps=1,
+        target_steps=6,
+        lockstep=True,
+        faults=(Fault(1.0, "reconnect", "i1"),),
+        **INSTANT,
+    ),
+    "joins at the step of a cut whose contributions are on their way": Rules(
+        step_s=dict.fromkeys(["i0", "i1", "i2", "i3", "i4"], 0.05),
+        num_fragments=2,
+        inner_steps=2,
+        overlap_steps=1,
+        target_steps=3,
+        lockstep=True,
+        latency_s=(0.001, 0.3),
+        merge_s=(0.0, 0.0),
+        faults=(Fault(0.625, "reconnect", "i0"),),
+    ),
+    "overlap as long as H": Rules(
+        step_s={"i0": 0.05, "i1": 0.1}, num_fragments=1, inner_steps=2, overlap_steps=2, target_steps=4, lockstep=True
+    ),
+    "a bound on drift in lock-step": Rules(
+        step_s={"i0": 0.05}, num_fragments=1, inner_steps=2, overlap_steps=2, max_drift_steps=2, lockstep=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found_before(name: str) -> None:
+    """Worlds that once hung."""
+    world = World(FOUND[name]).run()
+    assert world.finished is not None
+    assert world.finished.status == "completed"
