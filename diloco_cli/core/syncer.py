@@ -34,7 +34,7 @@ One *round* collects one version of one fragment::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from diloco_cli.core.fragments import due_offset_steps
@@ -231,7 +231,7 @@ class SyncerCore:
             case LearnerJoined():
                 self._joined(event.learner, now_s)
             case LearnerLeft():
-                self._left(event.learner, event.reason, now_s)
+                self._left([event.learner], event.reason, now_s)
             case StopRequested():
                 self._finish(STOPPED, event.reason)
         return self._drain()
@@ -252,7 +252,7 @@ class SyncerCore:
         newer = "a newer connection of the same island"
         if self.phase in (FINAL, FINISHING):
             if learner in self.learners:
-                self._left(learner, newer, now_s)
+                self._left([learner], newer, now_s)
             if self.phase == DONE:
                 return
             self._out.append(Disconnect(learner=learner, reason="the run is ending"))
@@ -296,15 +296,18 @@ class SyncerCore:
         self._out.append(SendState(learner=learner, global_step=self.global_step, versions=tuple(self.versions)))
         self.uptime.change(now_s, len(self.learners))
 
-    def _left(self, learner: str, reason: str, now_s: float) -> None:
-        known = learner in self.learners or learner in self.expected
+    def _left(self, learners: Sequence[str], reason: str, now_s: float) -> None:
+        """Go on without these: all of them are forgotten before anything is concluded."""
+        known = [m for m in learners if m in self.learners or m in self.expected]
         if not known:
             return
-        self._forget(learner, reason, now_s)
+        for learner in known:
+            self._forget(learner, reason, now_s)
         available = len(self.learners) + len(self.expected)
         if available < self.settings.quorum:
+            gone = ", ".join(known)
             self._finish(
-                QUORUM_LOST, f"{available} learners left, the quorum is {self.settings.quorum}; {learner}: {reason}"
+                QUORUM_LOST, f"{available} learners left, the quorum is {self.settings.quorum}; {gone}: {reason}"
             )
             return
         if self.phase == GATHERING and self.learners and not self.expected:
@@ -735,13 +738,13 @@ class SyncerCore:
 
     def _check_liveness(self, now_s: float) -> None:
         timeout_s = self.settings.heartbeat_timeout_s
-        for learner in self._live():
-            state = self.learners.get(learner)
-            if state is not None and now_s - state.last_seen_s > timeout_s:
-                self._out.append(Disconnect(learner=learner, reason=f"unheard of for {timeout_s:g} s"))
-                self._left(learner, f"unheard of for {timeout_s:g} s", now_s)
-                if self.phase == DONE:
-                    return
+        silent = [m for m in self._live() if now_s - self.learners[m].last_seen_s > timeout_s]
+        reason = f"unheard of for {timeout_s:g} s"
+        for learner in silent:
+            self._out.append(Disconnect(learner=learner, reason=reason))
+        self._left(silent, reason, now_s)
+        if self.phase == DONE:
+            return
         self._out.append(SetTimer(key="liveness", at_s=now_s + timeout_s / 4))
         self._check_end(now_s)
 
