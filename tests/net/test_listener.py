@@ -74,10 +74,10 @@ def test_garbage_is_refused_at_once_and_disturbs_nobody(server, tmp_path):
     wait_until(lambda: server.listener.num_pending == 0)
 
 
-def test_a_thousand_idle_connections_take_64_places_and_go(keys):
+def test_idle_connections_take_64_places_and_go(keys):
     server = Server(keys, deadline_s=1.0)
     idle = []
-    for _ in range(1000 if _descriptors() > 2300 else 200):
+    for _ in range(200):
         idle.append(socket.create_connection(server.address))
         assert server.listener.num_pending <= 64
     good_learner_works(server)
@@ -86,10 +86,6 @@ def test_a_thousand_idle_connections_take_64_places_and_go(keys):
     for sock in idle:
         sock.close()
     server.close()
-
-
-def _descriptors() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def test_out_of_file_descriptors_it_goes_on(keys):

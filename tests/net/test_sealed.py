@@ -186,9 +186,7 @@ ATTACKS = {
     "last chunk taken out": lambda _kept: lambda chunk, record: [] if chunk == 1 else [record],
     "next head before the last chunk": head_before_last_chunk,
     "shorter length": shorter_length,
-    "tag changed": lambda _kept: (
-        lambda chunk, record: [record[:-1] + bytes([record[-1] ^ 1])] if chunk == 1 else [record]
-    ),
+    "tag changed": lambda _kept: lambda chunk, record: [record[:-1] + bytes([record[-1] ^ (chunk == 1)])],
 }
 
 
