@@ -80,6 +80,8 @@ class Channel:
         body = memoryview(payload).cast("B") if payload is not None else memoryview(b"")
         head = encode_message(message, len(body))
         with self._send_lock:
+            if self._closed.is_set():
+                raise ChannelClosed(self._close_reason)
             sealer = Sealer() if len(body) else None
             step = self._shaper.chunk_bytes
             record = self._tls.encrypt(head + sealer.key if sealer else head)

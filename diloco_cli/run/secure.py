@@ -88,9 +88,13 @@ class TlsSession:
             return self._out.read()
 
     def encrypt(self, data: Payload) -> bytes:
-        """Records that carry `data`, after what OpenSSL wanted to send before."""
+        """Records that carry `data`, after what OpenSSL wanted to send before. Raises ChannelClosed at the end."""
         with self._lock:
-            self._object.write(data)
+            try:
+                self._object.write(data)
+            except ssl.SSLError as error:
+                # Another thread has just said goodbye, or has met a damaged record.
+                raise ChannelClosed(f"the TLS session has ended: {error.reason}") from None
             return self._out.read()
 
     def feed(self, data: Payload) -> None:

@@ -308,6 +308,14 @@ def test_close_unblocks_a_wait_for_a_slow_link(server):
     assert not thread.is_alive()
 
 
+def test_a_send_that_comes_after_tls_has_ended_is_told_as_closed(server):
+    """close() in one thread may say TLS's goodbye just before the send of another."""
+    ours, _theirs = server.pair()
+    ours._tls.close_notify()
+    with pytest.raises(ChannelClosed):
+        ours.send(Heartbeat())
+
+
 def test_the_end_of_the_peer_is_told(server):
     ours, theirs = server.pair()
     theirs.close()
