@@ -314,6 +314,8 @@ class SyncerCore:
             self._go(now_s)
         for fragment in sorted(self.rounds):
             self._advance(fragment, now_s)
+        for fragment in sorted({c.fragment for c, _ in self._early}):
+            self._take_early(fragment, now_s)
         self._check_end(now_s)
 
     def _forget(self, learner: str, reason: str, now_s: float) -> None:
@@ -469,19 +471,27 @@ class SyncerCore:
             self._open(c.fragment, now_s, wait_for_all=True)
 
     def _hold_early(self, c: Contribution, refused: str = "") -> bool:
-        """Hold what was sent for the next cut while the round of the last one is open (a learner that joined after
-        the last one was opened does not wait for it)."""
+        """Hold what was sent for a later cut than the one whose turn it is.
+
+        Who joins does not wait for the rounds that were open then, and so may run ahead of the others.
+        """
+        cut, opened = c.sent_at_step, self._cuts[c.fragment]
         current = self.rounds.get(c.fragment)
-        if current is None or current.pulled or c.sent_at_step <= self._cuts[c.fragment]:
+        if not self.settings.lockstep or cut <= opened or (current is not None and current.pulled):
             return False
+        if current is None:
+            # A fragment's cuts are H steps apart. Will anybody send an earlier one?
+            starts = [max(opened, s.joined_at_step) for s in self.learners.values()]
+            if self.phase == FINAL or all((cut - start - 1) // self.settings.inner_steps <= 0 for start in starts):
+                return False
         self._early.append((c, refused))
         return True
 
     def _take_early(self, fragment: int, now_s: float) -> None:
-        """The round of a fragment is over: what was held for the next one arrives now."""
+        """What was held may have its turn now: a round is over, or a learner has gone."""
         early = [e for e in self._early if e[0].fragment == fragment]
         self._early = [e for e in self._early if e[0].fragment != fragment]
-        for contribution, refused in early:
+        for contribution, refused in sorted(early, key=lambda e: e[0].sent_at_step):
             if refused:
                 self._refuse(contribution, refused, now_s)
             else:
@@ -788,6 +798,8 @@ class SyncerCore:
         self._final_left = set(range(self.settings.num_fragments))
         self._record("final_cut", global_step=self.global_step)
         self._out.append(StopLearners(to=self._live(), reason="the run has reached its target"))
+        for fragment in sorted({c.fragment for c, _ in self._early}):
+            self._take_early(fragment, now_s)
         for fragment in sorted(self.rounds):
             self._advance(fragment, now_s)
         self._open_due(now_s)

@@ -103,6 +103,16 @@ FOUND = {
     "overlap as long as H": Rules(
         step_s={"i0": 0.05, "i1": 0.1}, num_fragments=1, inner_steps=2, overlap_steps=2, target_steps=4, lockstep=True
     ),
+    "joins twice and runs two cuts ahead": Rules(
+        step_s=dict.fromkeys(["i0", "i1", "i2", "i3"], 0.05),
+        num_fragments=1,
+        inner_steps=2,
+        overlap_steps=1,
+        target_steps=9,
+        lockstep=True,
+        faults=(Fault(0.0, "hang", "i0"), Fault(1.0, "reconnect", "i3"), Fault(2.0, "reconnect", "i3")),
+        **INSTANT,
+    ),
     "all are found silent at once": Rules(
         step_s={"i0": 0.05, "i1": 0.05, "i2": 0.05},
         num_fragments=1,
