@@ -236,6 +236,18 @@ class SyncerCore:
                 self._finish(STOPPED, event.reason)
         return self._drain()
 
+    def move_on(self, steps: Mapping[str, int], elapsed_s: float) -> None:
+        """For a simulator that jumps over a steady stretch: learners are so many steps further, and the run has gone on
+        for so much longer. The clock, versions and accounts stay, as only differences of them count. Not in lock-step.
+        """
+        assert not self.settings.lockstep
+        for learner, state in self.learners.items():
+            state.step += steps[learner]
+            state.joined_at_step += steps[learner]
+        self.global_step += max(steps.values())
+        if self._started_s is not None:
+            self._started_s -= elapsed_s
+
     def _drain(self) -> tuple[SyncerEffect, ...]:
         effects, self._out = tuple(self._out), []
         return effects

@@ -1,0 +1,1 @@
+"""The simulator: the protocol core on a virtual clock with simulated links."""
