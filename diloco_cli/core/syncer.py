@@ -510,8 +510,10 @@ class SyncerCore:
                 self._contribution(contribution, now_s)
 
     def _belongs(self, c: Contribution, current: Round) -> bool:
-        """In lock-step a round collects one cut."""
-        return current.pulled or c.sent_at_step == self._cuts[c.fragment]
+        """In lock-step a round collects one cut; the final cut takes what was sent after the learner's last step."""
+        if not current.pulled:
+            return c.sent_at_step == self._cuts[c.fragment]
+        return not current.wait_for_all or c.sent_at_step >= self.learners[c.learner].step
 
     def _unacceptable(self, c: Contribution, state: LearnerState) -> str:
         """Why a contribution can not enter any merge; empty if it can."""
@@ -768,6 +770,10 @@ class SyncerCore:
         if self.phase == DONE:
             return
         self._out.append(SetTimer(key="liveness", at_s=now_s + timeout_s / 4))
+        if not self.rounds and self.learners and all(self._stalled(s, now_s) for s in self.learners.values()):
+            # Nobody steps, so no fragment gets due; with a bound on drift that would be for ever.
+            self._clock = max(self._clock, min(self._due))
+            self._open_due(now_s)
         self._check_end(now_s)
 
     def _stalled(self, state: LearnerState, now_s: float) -> bool:

@@ -326,14 +326,17 @@ class Reference:
         if c.learner not in self.joined_at():
             self.decide(t, "drop", c.handle)
             return
+        # The final cut takes what was sent after the last step.
+        too_soon = f in self.open_rounds() and self.open_rounds()[f][1] and c.sent_at_step < self.step(c.learner)
         unknown = c.base_version > self.version(f) or c.base_version < self.version(f) - self.s.anchor_history
         if problem or unknown or not self.had_version(c.learner, f, c.base_version):
             collecting = f in self.open_rounds() and not self.merging(f)
-            if collecting and c.learner not in self.entries(f):
+            if collecting and c.learner not in self.entries(f) and not too_soon:
                 self.decide(t, "refuse", c)
             self.decide(t, "drop", c.handle)
         elif (
-            c.base_version <= self.merged_base(c.learner, f)
+            too_soon
+            or c.base_version <= self.merged_base(c.learner, f)
             or f not in self.open_rounds()
             or self.merging(f)
             or c.learner in self.entries(f)

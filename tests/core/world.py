@@ -216,6 +216,8 @@ class World:
         round_trip_s = 4 * r.latency_s[1] + r.merge_s[1] + slowest
         per_step = slowest + (r.num_fragments * round_trip_s if r.lockstep or r.max_drift_steps else 0.0)
         tail = 4 * r.num_fragments * round_trip_s + 6 * r.heartbeat_timeout_s + r.start_timeout_s
+        if r.max_drift_steps:
+            tail += len(r.faults) * 3 * r.heartbeat_timeout_s
         return last_fault + (r.target_steps + 1) * per_step + tail + 20 * slowest
 
     def describe(self) -> str:
