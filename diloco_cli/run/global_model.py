@@ -87,8 +87,10 @@ class GlobalModel:
         return view(self._payloads[fragment][self._newest[fragment]])
 
     def knows(self, fragment: int, version: int) -> bool:
-        """Whether that version's parameters are still here to measure a drift against."""
-        return version in self._payloads[fragment]
+        """Whether what starts from that version can be merged: its parameters are here, or nobody asks for them."""
+        is_drift = self._cfg.network.wire_up.value in DRIFT_WIRES
+        needs_base = is_drift is (self._cfg.outer.anchor is Anchor.global_)  # see merge_input
+        return not needs_base or version in self._payloads[fragment]
 
     def forget_unneeded(self, fragment: int, learners: Iterable[LearnerState]) -> None:
         """Drop versions that no learner can still start from: older than the one before the oldest installed."""

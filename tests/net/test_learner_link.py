@@ -18,12 +18,12 @@ from net_helpers import WAIT_S, Server, wait_until
 from diloco_cli.config.compose import compose
 from diloco_cli.config.schema import Config
 from diloco_cli.core.fragments import Layout, TensorSpec, build_layout
-from diloco_cli.core.types import SendFragment
+from diloco_cli.core.types import Contribution, SendFragment
 from diloco_cli.errors import EnvironmentNotReady
 from diloco_cli.run import credentials
 from diloco_cli.run.buffers import BufferPool
 from diloco_cli.run.channel import Channel
-from diloco_cli.run.global_model import PayloadStore
+from diloco_cli.run.global_model import GlobalModel, PayloadStore
 from diloco_cli.run.learner_link import Inbox, Lost, Merged, SyncerLink
 from diloco_cli.run.secure import ChannelClosed
 from diloco_cli.wire.codecs import encode
@@ -398,6 +398,24 @@ def test_the_store_keeps_live_contributions_apart_and_within_its_limit(steps, wi
 
 
 CONFIGS = {wire: config(f"network.wire_up={wire}") for wire in ("float32", "bfloat16", "int8")}
+
+
+@pytest.mark.parametrize(
+    ("wire", "anchor", "needed"),
+    [("float32", "base", True), ("float32", "global", False), ("int8", "base", False), ("int8", "global", True)],
+)
+def test_a_forgotten_version_matters_only_where_its_parameters_are_needed(wire, anchor, needed):
+    """A contribution on a slow link may start from a version that its learner has replaced twice since."""
+    model = GlobalModel(config(f"network.wire_up={wire}", f"outer.anchor={anchor}"))
+    numel = model.layout.fragments[0].numel
+    for version in (1, 2, 3):
+        model.adopt(0, version, model._encoded(0))
+    model.forget_unneeded(0, [])
+    assert model.knows(0, 0) is not needed
+    if not needed:
+        sent = Contribution(learner="island-0", fragment=0, base_version=0, tokens=1, steps=1, sent_at_step=1, handle=1)
+        found = model.merge_input(sent, torch.zeros(numel), is_drift=wire == "int8")
+        assert found.base is None
 
 
 def test_the_store_makes_a_learner_wait_beyond_its_limit_and_no_other():
