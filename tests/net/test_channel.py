@@ -159,12 +159,12 @@ def test_rate_is_kept_on_average_and_in_any_second(server):
 
     threads = [threading.Thread(target=watch)]
     threads += [
-        threading.Thread(target=lambda c=ours: [c.send(contribution(4), payload) for _ in range(8)]) for ours, _ in ends
+        threading.Thread(target=lambda c=ours: [c.send(contribution(4), payload) for _ in range(5)]) for ours, _ in ends
     ]
     start, before = time.monotonic(), shaper.bytes_sent
     for thread in threads:
         thread.start()
-    arrived = [receiver.next()[2] for receiver in receivers for _ in range(8)]
+    arrived = [receiver.next()[2] for receiver in receivers for _ in range(5)]
     stop.set()
     for thread in threads:
         thread.join()

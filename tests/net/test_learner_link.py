@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ def layout() -> Layout:
     return build_layout(TENSORS, num_fragments=2, min_fragment_bytes=4096)
 
 
+@cache
 def config(*overrides: str) -> Config:
     return compose([*SETTINGS, *overrides], None)
 
