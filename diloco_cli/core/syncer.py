@@ -743,6 +743,24 @@ class SyncerCore:
             self._ask_later(event.learner, f)
         self._check_end(now_s)
 
+    def bases_in_use(self, fragment: int) -> set[int]:
+        """Versions that something may still be measured against: the driver must keep their parameters.
+
+        They are what a live learner holds, may yet install, or may have sent a contribution from that is still on its
+        way; and what the contributions in hand start from.
+        """
+        newest = self.versions[fragment]
+        used = {newest}
+        for state in self.learners.values():
+            used |= set(range(state.versions[fragment], newest))
+            used |= {base for base in state.counted[fragment] if base > state.merged_base[fragment]}
+        used = {base for base in used if base >= newest - self.settings.anchor_history}
+        in_hand = [entry.contribution for entry in self._kept_late[fragment]]
+        if current := self.rounds.get(fragment):
+            in_hand += [entry.contribution for entry in (*current.entries.values(), *current.kept)]
+        in_hand += [c for c, _ in self._early if c.fragment == fragment]
+        return used | {c.base_version for c in in_hand}
+
     # ---- time and end --------------------------------------------------------------------------------
 
     def _timer(self, key: str, now_s: float) -> None:

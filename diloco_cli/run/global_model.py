@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +21,9 @@ from diloco_cli.config.schema import Anchor, Config, MergeRule, OuterOptimizerKi
 from diloco_cli.core.fragments import BUFFER as BUFFER_ROLE
 from diloco_cli.core.fragments import WEIGHT, FragmentSpec, Layout
 from diloco_cli.core.merge import AVERAGE, BUFFER, RDA, MergeInput, Segment, merge
-from diloco_cli.core.syncer import LearnerState
 from diloco_cli.core.types import Contribution
 from diloco_cli.run.buffers import BufferPool, view
-from diloco_cli.run.settings import KEPT_VERSIONS, model_layout
+from diloco_cli.run.settings import model_layout
 from diloco_cli.wire.codecs import DRIFT_WIRES, decode, encode, encoded_bytes
 
 _PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -92,11 +91,9 @@ class GlobalModel:
         needs_base = is_drift is (self._cfg.outer.anchor is Anchor.global_)  # see merge_input
         return not needs_base or version in self._payloads[fragment]
 
-    def forget_unneeded(self, fragment: int, learners: Iterable[LearnerState]) -> None:
-        """Drop versions that no learner can still start from: older than the one before the oldest installed."""
-        oldest = min((state.versions[fragment] for state in learners), default=self._newest[fragment])
-        oldest = max(oldest - 1, self._newest[fragment] - KEPT_VERSIONS)
-        for version in [v for v in self._payloads[fragment] if v < oldest]:
+    def forget(self, fragment: int, keep: Set[int]) -> None:
+        """Drop all versions but the newest and those in `keep` (core.syncer: bases_in_use)."""
+        for version in [v for v in self._payloads[fragment] if v not in keep and v != self._newest[fragment]]:
             del self._payloads[fragment][version]
 
     def merge_input(self, c: Contribution, values: Tensor, *, is_drift: bool) -> MergeInput:

@@ -300,7 +300,7 @@ class Syncer:
                 global_step=self.core.global_step,
             )
             self.peers.send_fragment(learner, message, payload)
-        self.model.forget_unneeded(fragment, self.core.learners.values())
+        self.model.forget(fragment, self.core.bases_in_use(fragment))
 
     def _send_state(self, effect: SendState) -> None:
         learner = effect.learner
@@ -358,7 +358,7 @@ class Syncer:
                 waited_s=message.waited_s,
             )
         )
-        self.model.forget_unneeded(message.fragment, self.core.learners.values())
+        self.model.forget(message.fragment, self.core.bases_in_use(message.fragment))
 
     def _on_validation(self, peer: Peer, message: Validation) -> None:
         data = {"learner": peer.name, "step": message.step, "loss": message.loss, "final": message.final}

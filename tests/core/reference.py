@@ -226,13 +226,14 @@ class Reference:
         return result
 
     def step_time(self, learner: str) -> float | None:
+        """Of its reports but the first of this stay, whose steps were a warm-up (a choice of the program)."""
         at = self.joined_at()[learner]
         step, values = self.global_step(at), []
         for _, _, e in self.events(LearnerReport, at):
             if e.learner == learner and e.step > step:
                 step = e.step
-                values += [e.step_time_s] if e.step_time_s is not None else []
-        return self.average(values)
+                values.append(e.step_time_s)
+        return self.average([v for v in values[1:] if v is not None])
 
     def step_times(self) -> list[float]:
         """One average for each live learner that has been measured."""

@@ -178,6 +178,7 @@ class World:
                 start_timeout_s=rules.start_timeout_s,
             )
         )
+        self.kept_bases: list[set[int]] = [{0} for _ in range(len(self.syncer.versions))]
 
     # ---- clock ----
 
@@ -256,7 +257,14 @@ class World:
         effects = self.syncer.handle(event, self.now_s)
         self._check_versions(before, event)
         self._perform(effects)
+        self._forget_bases()
         self._check_state()
+
+    def _forget_bases(self) -> None:
+        """As run.global_model does: of older versions only those are kept that the core says are in use."""
+        for f, kept in enumerate(self.kept_bases):
+            kept.add(self.syncer.versions[f])
+            kept &= self.syncer.bases_in_use(f)
 
     def _perform(self, effects: Sequence[Any]) -> None:
         for effect in effects:
@@ -332,6 +340,8 @@ class World:
         if not r.lockstep and not (s.phase == FINAL and current.wait_for_all) and len(with_steps) < r.quorum:
             raise Violation(f"a merge of {sorted(with_steps)} with a quorum of {r.quorum}")
         for c in effect.members:
+            if c.base_version not in self.kept_bases[effect.fragment]:
+                raise Violation(f"the base of {c} was forgotten")
             if c.weight <= 0 or c.base_version > s.versions[effect.fragment]:
                 raise Violation(f"{c} may not be merged")
             if c.base_version < s.versions[effect.fragment] - s.settings.anchor_history:

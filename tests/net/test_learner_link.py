@@ -412,7 +412,7 @@ def test_a_forgotten_version_matters_only_where_its_parameters_are_needed(wire, 
     numel = model.layout.fragments[0].numel
     for version in (1, 2, 3):
         model.adopt(0, version, model._encoded(0))
-    model.forget_unneeded(0, [])
+    model.forget(0, set())
     assert model.knows(0, 0) is not needed
     if not needed:
         sent = Contribution(learner="island-0", fragment=0, base_version=0, tokens=1, steps=1, sent_at_step=1, handle=1)
