@@ -72,12 +72,13 @@ def test_fsdp_island_beside_a_plain_one(run_small):
 
 
 def test_a_slow_island_slows_nobody_and_takes_part(run_small):
-    run = run_small("islands.count=3", "+islands.named.island-2.speed=0.25", "run.steps=800", "run.finish_wait=1s")
+    run = run_small("islands.count=3", "+islands.named.island-2.speed=0.1", "run.steps=600", "run.finish_wait=4s")
     steps = run.summary["steps"]
-    assert steps["island-0"] == steps["island-1"] == 800
-    assert 50 <= steps["island-2"] <= 600
+    assert steps["island-0"] == steps["island-1"] == 600
+    assert 20 <= steps["island-2"] <= 450
     assert_tokens_add_up(run.summary)
     assert any("island-2" in m["learners"] for m in run.of("merge"))
+    assert not run.of("refused")
 
 
 @pytest.mark.parametrize("algorithm", ["streaming", "diloco"])
