@@ -41,6 +41,7 @@ ALLOWED = {
     "wire": ("wire", "core", "errors"),
     "train": ("train", "core", "config.schema", "config.quantities", "errors"),
     "run": ("run", "train", "wire", "core", "config.schema", "config.quantities", "errors", "observe.events"),
+    "sim": ("sim", "core", "config.schema", "config.quantities", "errors", "observe.events"),
     "observe": ("observe", "core", "config.schema", "config.quantities", "errors"),
     "config.compose": ("config", "errors"),
 }

@@ -78,7 +78,6 @@ def test_a_slow_island_slows_nobody_and_takes_part(run_small):
     assert 20 <= steps["island-2"] <= 450
     assert_tokens_add_up(run.summary)
     assert any("island-2" in m["learners"] for m in run.of("merge"))
-    assert not run.of("refused")
 
 
 @pytest.mark.parametrize("algorithm", ["streaming", "diloco"])
