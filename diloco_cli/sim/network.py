@@ -102,6 +102,11 @@ class SimLink:
         """Send a message on the bulk connection. One that still waits under the same key is replaced in its place."""
         chunks = math.ceil(num_bytes / self._chunk_bytes)
         message = _Bulk(num_bytes + SEAL_BYTES * chunks, deliver, args)
+        if self._chunk_s == 0.0 and not self.is_cut(self._engine.clock.now_s):
+            # Unlimited: it departs at once, before what is sent after it.
+            self.bytes_sent += message.num_bytes
+            self._deliver_at(self._arrival_s(self._engine.clock.now_s, message.num_bytes), deliver, args)
+            return
         self._waiting[key] = message
         if self._current is None:
             self._begin_next()

@@ -75,6 +75,8 @@ JUMP_ABOVE_LEARNER_STEPS = 40_000
 # A half window has at least so many steps of the foremost learner, and of all learners together.
 HALF_WINDOW_STEPS, HALF_WINDOW_LEARNER_STEPS = 64, 2_000
 STEADY = 0.005
+# What never settles (many speeds, much chance) is taken as it is on average over so many steps of all learners.
+WINDOW_LEARNER_STEPS = 60_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -761,10 +763,11 @@ class World:
             return
         self._marks.append((core.global_step, self._counted()))
         halves = len(self._marks) - 1
-        if halves < 2 or halves & (halves - 1):
+        enough = (self._marks[-1][0] - self._marks[0][0]) * len(self.learners) >= WINDOW_LEARNER_STEPS
+        if halves < 2 or (halves & (halves - 1) and not enough):
             return
         (first, a), (middle, b), (last, c) = self._marks[0], self._marks[halves // 2], self._marks[-1]
-        if not _alike(b.plus(a, -1.0), middle - first, c.plus(b, -1.0), last - middle):
+        if not enough and not _alike(b.plus(a, -1.0), middle - first, c.plus(b, -1.0), last - middle):
             return
         window, steps = c.plus(a, -1.0), last - first
         room = core.settings.target_steps - core.global_step - 2 * self._half
@@ -780,7 +783,8 @@ class World:
         window.tokens["merged"] += window.tokens.pop("pending")
         self.skipped = self.skipped.plus(window, times)
         self.num_jumps += 1
-        moved = {name: round(times * window.learners[name][0]) for name in self.learners}
+        # Nobody overtakes the foremost, as chance might have it if a small lead were taken many times.
+        moved = {name: round(times * min(steps, window.learners[name][0])) for name in self.learners}
         if self.syncer.settings.lockstep:
             # All are at the same step, so that the target can come closer instead.
             target = self.syncer.settings.target_steps - times * steps
@@ -803,13 +807,18 @@ class World:
 
 
 def _alike(a: Tally, steps_a: int, b: Tally, steps_b: int) -> bool:
-    """Whether two stretches are the same per step, within STEADY."""
+    """Whether two stretches are the same per step, within STEADY.
+
+    What is a share of something is compared beside the whole: a small wait that doubles is no change.
+    """
 
     def per_step(t: Tally, steps: int) -> list[float]:
         taken, compute_s, wait_s, up, down = (sum(values) for values in zip(*t.learners.values(), strict=True))
-        # Waiting counts beside the computing: a small wait that doubles is no change.
-        sums = (taken, compute_s, compute_s + wait_s, up, down)
-        return [x / steps for x in (t.time_s, t.tokens["processed"], t.tokens["merged"], t.merges, t.members, *sums)]
+        processed = t.tokens["processed"]
+        late = processed + t.tokens["late"]
+        missing = t.merges * len(t.learners) + t.members
+        figures = (t.time_s, processed, late, processed + t.wasted, missing, taken, compute_s + wait_s, up, down)
+        return [x / steps for x in figures]
 
     return all(
         abs(x - y) <= STEADY * max(abs(x), abs(y))
