@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from diloco_cli.core.syncer import SyncerSettings
+from diloco_cli.core.state import SyncerSettings
 from diloco_cli.core.types import (
     Contribution,
     ContributionReceived,

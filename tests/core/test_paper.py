@@ -10,7 +10,8 @@ import pytest
 from world import Fault, Rules, World
 
 from diloco_cli.core.learner import LearnerCore, LearnerSettings
-from diloco_cli.core.syncer import SyncerCore, SyncerSettings
+from diloco_cli.core.state import SyncerSettings
+from diloco_cli.core.syncer import SyncerCore
 from diloco_cli.core.types import (
     Contribution,
     ContributionReceived,

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_cli.core.learner import LearnerCore, LearnerSettings
-from diloco_cli.core.syncer import DONE, FINAL, SyncerCore, SyncerSettings
+from diloco_cli.core.state import SyncerSettings
+from diloco_cli.core.syncer import DONE, FINAL, SyncerCore
 from diloco_cli.core.types import (
     CancelTimer,
     Contribution,
