@@ -35,11 +35,11 @@ One *round* collects one version of one fragment::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from diloco_cli.core.fragments import due_offset_steps
 from diloco_cli.core.ledger import LATE, MERGED, REFUSED, Ledger, Uptime
 from diloco_cli.core.quorum import Average, decide, grace_window_s
+from diloco_cli.core.state import Counted, Entry, LearnerState, Round, SyncerSettings
 from diloco_cli.core.types import (
     CancelTimer,
     Contribution,
@@ -69,101 +69,6 @@ from diloco_cli.core.types import (
 
 GATHERING, RUNNING, FINISHING, FINAL, DONE = "gathering", "running", "finishing", "final", "done"
 COMPLETED, STOPPED, QUORUM_LOST = "completed", "stopped", "quorum_lost"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncerSettings:
-    """What the syncer decides by. Steps are inner steps, times seconds; see config.schema for the meaning."""
-
-    num_fragments: int
-    chips: Mapping[str, int]
-    """Expected learners and the ranks of each."""
-    inner_steps: int = 24
-    overlap_steps: int = 2
-    quorum: int = 1
-    grace_safety: float = 0.9
-    keep_late: bool = False
-    lockstep: bool = False
-    target_steps: int = 1000
-    finish_tolerance: float = 0.1
-    finish_wait_s: float = 10.0
-    heartbeat_timeout_s: float = 10.0
-    start_timeout_s: float = 120.0
-    anchor_history: int = 4
-    """Versions a contribution's base may be behind; older ones are unknown (nobody keeps their parameters)."""
-
-
-@dataclass(slots=True)
-class Counted:
-    """One learner's token counter for one fragment, from one install to the next.
-
-    Attributes:
-        tokens: the highest count seen, in a contribution or at the install that ended it. All of these are settled,
-            but for what is in a round.
-        refused: of these, settled as refused.
-        overlap: of these, the last ones, settled by the install that overwrote them.
-    """
-
-    tokens: int = 0
-    refused: int = 0
-    overlap: int = 0
-
-
-@dataclass(slots=True)
-class LearnerState:
-    """What the syncer knows of a live learner."""
-
-    last_seen_s: float
-    versions: list[int]
-    """Per fragment: the version it last installed."""
-    merged_base: list[int]
-    """Per fragment: base version of its last contribution that a merge took; -1 if none."""
-    counted: list[dict[int, Counted]]
-    """Per fragment and base version: its counter since that install, as far as it is known here."""
-    progress_at_s: float
-    """When it last reported a new step."""
-    joined_at_step: int = 0
-    step: int = 0
-    step_time: Average = field(default_factory=Average)
-    busy_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Entry:
-    """A contribution in hand, with the fates that its tokens have met before.
-
-    A learner's contributions from one base contain each other, so an earlier one may have been late or refused; an
-    install that overtook the contribution has settled its tokens as late, too. If it is merged, they were not.
-    """
-
-    contribution: Contribution
-    unsettled: int = 0
-    late: int = 0
-    refused: int = 0
-    overlap: int = 0
-    """Of the late ones."""
-
-
-@dataclass(slots=True)
-class Round:
-    """One collection of one fragment."""
-
-    opened_at_s: float
-    asked: set[str]
-    awaited: set[str]
-    """Asked when the round opened: these are waited for, within the grace window."""
-    wait_for_all: bool
-    pulled: bool
-    """Learners are asked, rather than sending by their own schedule."""
-    refused: set[str] = field(default_factory=set)
-    """Answered, but with something that may not be merged: nobody waits for them in this round."""
-    entries: dict[str, Entry] = field(default_factory=dict)
-    kept: list[Entry] = field(default_factory=list)
-    quorum_at_s: float | None = None
-    grace_until_s: float | None = None
-    merge_started_s: float | None = None
-    merge_reason: str = ""
-    members: tuple[Contribution, ...] = ()
 
 
 class SyncerCore:
@@ -457,7 +362,7 @@ class SyncerCore:
             return
         if self._hold_early(c):
             return
-        entry = self._enter(c, state)
+        entry = state.take_in_hand(c, self.versions[c.fragment])
         self._open_pushed(c, now_s)
         current = self.rounds.get(c.fragment)
         if c.base_version <= state.merged_base[c.fragment]:
@@ -526,23 +431,6 @@ class SyncerCore:
             return f"it starts from version {c.base_version}, which this learner never had"
         return ""
 
-    def _enter(self, c: Contribution, state: LearnerState) -> Entry:
-        """Book a contribution's tokens as being in hand; see Entry and Counted."""
-        of_fragment = state.counted[c.fragment]
-        if c.base_version not in of_fragment:
-            if not state.versions[c.fragment] <= c.base_version <= self.versions[c.fragment]:
-                return Entry(c)
-            # The report of an install can be overtaken by what was sent after it.
-            of_fragment[c.base_version] = Counted()
-        counted = of_fragment[c.base_version]
-        tokens = max(0, c.tokens)
-        unsettled = max(0, tokens - counted.tokens)
-        refused = min(counted.refused, tokens - unsettled)
-        late = tokens - unsettled - refused
-        overlap = min(late, max(0, tokens - (counted.tokens - counted.overlap))) if counted.overlap else 0
-        counted.tokens = max(tokens, counted.tokens)
-        return Entry(c, unsettled, late, refused, overlap)
-
     def _late(self, entry: Entry, *, keep: bool) -> None:
         c = entry.contribution
         self.ledger.settle(c.learner, c.fragment, LATE, entry.unsettled)
@@ -565,7 +453,7 @@ class SyncerCore:
         state.last_seen_s = now_s
         if self._hold_early(c, reason):
             return
-        self._refuse_entry(self._enter(c, state), reason)
+        self._refuse_entry(state.take_in_hand(c, self.versions[c.fragment]), reason)
         self._open_pushed(c, now_s)
         current = self.rounds.get(c.fragment)
         if current is None or current.merge_started_s is not None or not self._belongs(c, current):

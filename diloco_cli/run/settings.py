@@ -12,7 +12,7 @@ from torch import nn
 from diloco_cli.config.schema import Algorithm, Config
 from diloco_cli.core.fragments import Layout, build_layout
 from diloco_cli.core.learner import LearnerSettings
-from diloco_cli.core.syncer import SyncerSettings
+from diloco_cli.core.state import SyncerSettings
 
 KEPT_VERSIONS = 4
 """Most versions of a fragment, older than the newest, whose parameters the syncer keeps as anchors."""

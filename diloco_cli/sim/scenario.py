@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from diloco_cli.config.schema import Algorithm, Config, ModelConfig, ModelKind, WireType
 from diloco_cli.core.fragments import EMBEDDING, HEAD, TensorSpec, build_layout
 from diloco_cli.core.learner import LearnerSettings
-from diloco_cli.core.syncer import SyncerSettings
+from diloco_cli.core.state import SyncerSettings
 from diloco_cli.errors import ConfigError
 from diloco_cli.sim.world import Costs, Fault, LearnerSpec, RandomFaults, WorldSpec
 

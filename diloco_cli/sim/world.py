@@ -26,7 +26,8 @@ from typing import Any
 
 from diloco_cli.config.schema import Link
 from diloco_cli.core.learner import LearnerCore, LearnerSettings
-from diloco_cli.core.syncer import RUNNING, SyncerCore, SyncerSettings
+from diloco_cli.core.state import SyncerSettings
+from diloco_cli.core.syncer import RUNNING, SyncerCore
 from diloco_cli.core.types import (
     CancelTimer,
     Contribution,

@@ -22,7 +22,7 @@ from world import World as CoreWorld
 from diloco_cli.config.compose import compose
 from diloco_cli.config.schema import Config, Link, LinkDirection
 from diloco_cli.core.learner import LearnerSettings
-from diloco_cli.core.syncer import SyncerSettings
+from diloco_cli.core.state import SyncerSettings
 from diloco_cli.errors import ConfigError
 from diloco_cli.run import settings as run_settings
 from diloco_cli.sim import results, scenario, world
@@ -295,7 +295,13 @@ def test_an_island_that_never_fails_changes_no_failure_of_the_others() -> None:
     random_faults = RandomFaults(mean_time_between_s=100.0, mean_repair_s=10.0)
 
     def times(count: int) -> list[tuple[float, str]]:
-        cfg = config("run.steps=300", f"islands.count={count}", "run.finish_tolerance=0", "run.finish_wait=0s")
+        cfg = config(
+            "run.steps=300",
+            f"islands.count={count}",
+            "sync.quorum=1",
+            "run.finish_tolerance=0",
+            "run.finish_wait=0s",
+        )
         _, lines = tape(world_spec(cfg, Scenario(random_faults=random_faults)))
         found = [(f["time"], f["learner"]) for f in lines if f["event"] == "fault"]
         return [(t, name) for t, name in found if name in ("island-0", "island-1")]
