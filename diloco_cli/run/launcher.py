@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from diloco_cli.config.presets import preset_warnings
 from diloco_cli.config.schema import Config
 from diloco_cli.errors import DilocoError, EnvironmentNotReady, Interrupted, QuorumLost
 from diloco_cli.observe.dashboard import RunView, make_display
@@ -113,8 +114,8 @@ class Launcher:
         with self._signals():
             try:
                 self._display.start(self._view)
-                for warning in self._sink_warnings:
-                    self._display.message(warning)
+                for warning in [*preset_warnings(self.cfg), *self._sink_warnings]:
+                    self._display.message(f"warning: {warning}")
                 self._start()
                 self._watch()
                 error = self._verdict()
