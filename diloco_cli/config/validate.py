@@ -306,8 +306,6 @@ def _sync(cfg: Config) -> Iterator[ConfigError]:
         yield _error(
             "sync.quorum", f"{sync.quorum} is out of range; with islands.count={count} it must be 1 to {count}"
         )
-    if sync.overlap_steps > sync.inner_steps:
-        yield _error("sync.overlap_steps", f"{sync.overlap_steps} is above sync.inner_steps {sync.inner_steps}")
     if sync.algorithm == Algorithm.data_parallel:
         yield _error(
             "sync.algorithm",

@@ -182,7 +182,6 @@ def test_the_defaults_are_valid() -> None:
         ({"sync__grace_safety": 1.0}, "sync.grace_safety", "to below 1"),
         ({"sync__alpha": 1.5}, "sync.alpha", "from 0 to 1"),
         ({"sync__alpha": math.nan}, "sync.alpha", "from 0 to 1"),
-        ({"sync__overlap_steps": 25}, "sync.overlap_steps", "sync.inner_steps 24"),
         ({"sync__overlap_steps": 0}, "sync.overlap_steps", "1 or more"),
         ({"sync__algorithm": Algorithm.data_parallel}, "sync.algorithm", "simulator"),
         ({"sync__min_fragment_bytes": "64"}, "sync.min_fragment_bytes", "64"),
