@@ -2,8 +2,8 @@
 
 The first-run recipe's model, islands, links and sync settings, with the real syncer process and four real learners.
 Every learner takes WINDOW steps as usual, then WINDOW steps in which it neither reports nor sends nor installs, and so
-on. All learners switch at the same step counts, so in a window without syncing the syncer is idle too. The first steps
-of a window, in which learners are not yet in the same mode, are left out.
+on. All learners switch together, so in a window without syncing the syncer is idle too. The first steps of a window,
+in which what was under way still arrives, are left out.
 
     python benchmarks/overhead.py [--windows 12] [key=value overrides]
 
@@ -21,13 +21,15 @@ from pathlib import Path
 
 from hand_run import run_by_hand
 
-WINDOW = 60
-SETTLING = 10
+WINDOW = 40
+SETTLING = 4
+STORE_PORT = "DILOCO_BENCHMARK_STORE_PORT"
 
 
 def worker(run_path: str, name: str) -> None:
     """One learner; prints the seconds of every counted step in [on, off, on, off, ...]."""
     import torch
+    from torch.distributed import TCPStore
 
     from diloco_cli.config.schema import load_config
     from diloco_cli.run.credentials import load
@@ -46,6 +48,13 @@ def worker(run_path: str, name: str) -> None:
     link = SyncerLink(cfg, name, layout, syncer_address(run), load(run.keys, name), index)
     core = _join(cfg, layout, link, island)
     windows: list[list[float]] = []
+    store = TCPStore("127.0.0.1", int(os.environ[STORE_PORT]))
+
+    def wait_for_the_others() -> None:
+        key = str(len(windows))
+        store.add(key, 1)
+        while store.add(key, 0) < len(cfg.island_names()):
+            time.sleep(0.002)
 
     class Alternating(Leader):
         def _train_step(self):
@@ -56,7 +65,9 @@ def worker(run_path: str, name: str) -> None:
             if self.core.step % WINDOW == 0:
                 windows.append(times_on[SETTLING:])
                 times_on.clear()
+                wait_for_the_others()
                 windows.append(self._steps_without_syncing()[SETTLING:])
+                wait_for_the_others()
             else:
                 times_on.extend(times)
 
@@ -78,29 +89,37 @@ def worker(run_path: str, name: str) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--windows", type=int, default=20)
     parser.add_argument("--worker", nargs=2)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     if args.worker:
         worker(*args.worker)
         return
+    from torch.distributed import TCPStore
+
     os.environ["OMP_NUM_THREADS"] = "1"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ[STORE_PORT] = str(store.port)
     said, events = run_by_hand(__file__, [f"run.steps={args.windows * WINDOW}", *args.overrides])
     merges = sum(e["event"] == "merge" for e in events)
-    ratios = []
-    for windows in said:
-        # Neighbouring windows see the same machine: compare each pair, skip the first, which warms up.
-        pairs = list(zip(windows[::2], windows[1::2], strict=True))[1:]
-        ratios += [statistics.fmean(off) / statistics.fmean(on) for on, off in pairs]
+    step_s = []
+    # The machine's own speed drifts, so a window is compared with the mean of its two neighbours. The first warms up.
+    for means in zip(*([statistics.fmean(w) for w in windows] for windows in said), strict=True):
+        step_s.append(statistics.fmean(means))
+    on_shares = []
+    for i in range(2, len(step_s) - 1):
+        share = (step_s[i - 1] + step_s[i + 1]) / 2 / step_s[i]
+        on_shares.append(share if i % 2 == 0 else 1 / share)
     on = [t for windows in said for w in windows[2::2] for t in w]
     off = [t for windows in said for w in windows[3::2] for t in w]
     print(
         f"step with syncing {statistics.fmean(on) * 1e3:.2f} ms, without {statistics.fmean(off) * 1e3:.2f} ms (means)"
     )
     print(
-        f"steps per second with syncing: {statistics.median(ratios):.1%} of those without "
-        f"(median of {len(ratios)} pairs of windows; all together {statistics.fmean(off) / statistics.fmean(on):.1%}; "
+        f"steps per second with syncing: {statistics.median(on_shares):.1%} of those without "
+        f"(median of {len(on_shares)} windows, each beside its neighbours; quartiles "
+        f"{' to '.join(f'{q:.1%}' for q in statistics.quantiles(on_shares)[::2])}; all together {statistics.fmean(off) / statistics.fmean(on):.1%}; "
         f"{merges} merges)"
     )
 

@@ -263,7 +263,8 @@ class Channel:
         done = 0
         while done < len(target):
             try:
-                count = self._sock.recv_into(target[done:])
+                # Woken once per chunk, not once per packet.
+                count = self._sock.recv_into(target[done:], 0, socket.MSG_WAITALL)
             except OSError as error:
                 raise ChannelClosed(self._close_reason or f"lost while receiving: {error}") from None
             if not count:
