@@ -23,11 +23,11 @@ def run_by_hand(script: str, overrides: list[str]) -> tuple[list[Any], list[dict
     from diloco_cli.config.compose import compose
     from diloco_cli.observe.events import read_jsonl
     from diloco_cli.run import rundir
-    from diloco_cli.run.children import Children
+    from diloco_cli.run.children import CHILD_ENVIRONMENT, Children
     from diloco_cli.run.credentials import SYNCER, issue, make_authority
     from diloco_cli.run.launcher import listening_socket
 
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    os.environ.update(CHILD_ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).parent)})
     cfg = compose(overrides, None)
     with tempfile.TemporaryDirectory() as folder, listening_socket(cfg) as listening:
         run = rundir.create(cfg, overrides, Path(folder) / "run")
