@@ -39,11 +39,6 @@ from diloco_cli.wire.messages import EvaluateMsg, FinishMsg, Installed, PullMsg,
 STEP, GATHER, INSTALL, LOAD, EVALUATE, STOP = 1, 2, 3, 4, 5, 6
 PLAN_WORDS_OF = {STEP: 0, GATHER: 1, INSTALL: 1, LOAD: 1, EVALUATE: 0, STOP: 0}
 
-# A report costs both sides about 0.4 ms of CPU time, so short steps share one. The syncer's clock counts by reports:
-# there are at least two per cut, as long as that is not too often.
-REPORT_INTERVAL_S = 0.25
-MIN_REPORT_INTERVAL_S = 0.02
-REPORTS_PER_CUT = 2
 # While it waits, rank 0 still tells the other ranks so within their collective time-out.
 WAIT_SLICE_S = 1.0
 
@@ -141,7 +136,6 @@ class Leader(Follower):
         self._phases: dict[str, float] = {}
         self._accounted_s = time.monotonic()
         self._reported_s = 0.0
-        self._report_steps = cfg.sync.inner_steps / (REPORTS_PER_CUT * len(layout))
         self._stop_reason = ""
         self._evaluate = False
         self._evaluates_regularly = name == cfg.island_names()[0] and cfg.run.eval_every_steps > 0
@@ -284,7 +278,7 @@ class Leader(Follower):
 
     def _report(self, *, force: bool) -> None:
         now_s = time.monotonic()
-        if not force and not self._report_is_due(now_s - self._reported_s):
+        if not (force or self.core.settings.report_is_due(self._progress.steps, now_s - self._reported_s)):
             return
         self._reported_s = now_s
         progress, self._progress = self._progress, Progress()
@@ -306,10 +300,6 @@ class Leader(Follower):
                 phases=phases,
             )
         )
-
-    def _report_is_due(self, elapsed_s: float) -> bool:
-        enough = self._progress.steps >= self._report_steps and elapsed_s >= MIN_REPORT_INTERVAL_S
-        return enough or elapsed_s >= REPORT_INTERVAL_S
 
     def _add_phase(self, name: str, seconds: float) -> None:
         self._phases[name] = self._phases.get(name, 0.0) + seconds

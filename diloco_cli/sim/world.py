@@ -5,7 +5,7 @@ what happened. Must not: decide anything of the protocol. Called by: sim.results
 
 Theory of operation
 
-A learner steps, feeds StepFinished, reports (at most every 20 ms, at once if it must wait now), takes what has come in,
+A learner steps, feeds StepFinished, reports (when that is due, at once if it must wait now), takes what has come in,
 merged fragments before the rest, and goes on; while it waits every message is taken as it comes. A joining one starts
 when the welcome and all fragments are there. The syncer takes every event as it comes, and has one merge worker.
 Heartbeats are not events: just before the syncer looks who is silent it is told of the newest one of each learner.
@@ -63,7 +63,6 @@ from diloco_cli.core.types import (
 from diloco_cli.sim.engine import ARRIVAL, STEP, TIMER, Engine, Streams
 from diloco_cli.sim.network import SimLink
 
-MIN_REPORT_INTERVAL_S = 0.02
 # Bytes on the wire of each message: frame, header and TLS record as run.channel writes them, typical values inside.
 REPORT_BYTES, PULL_BYTES, INSTALLED_BYTES, FINISH_BYTES, HEARTBEAT_BYTES = 337, 60, 132, 89, 119
 WELCOME_BYTES, WELCOME_BYTES_PER_FRAGMENT = 110, 4
@@ -652,10 +651,10 @@ class World:
 
     def _report(self, learner: SimLearner, *, force: bool) -> None:
         now_s = self.engine.clock.now_s
-        if not force and now_s - learner.reported_s < MIN_REPORT_INTERVAL_S:
-            return
         core = learner.core
         assert core is not None
+        if not (force or core.settings.report_is_due(learner.progress_steps, now_s - learner.reported_s)):
+            return
         learner.reported_s = now_s
         steps, learner.progress_steps = learner.progress_steps, 0
         total_s, learner.progress_s = learner.progress_s, 0.0
