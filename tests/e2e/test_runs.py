@@ -124,7 +124,7 @@ def test_late_contributions_can_be_kept_for_the_next_round(run_small):
 
 
 def test_measured_rate_stays_under_the_configured_one(run_small):
-    run = run_small("network.bandwidth=2mbps", "islands.count=2", "sync.overlap_steps=8", "run.steps=150")
+    run = run_small("network.bandwidth=2mbps", "islands.count=2", "sync.overlap_steps=8", "run.steps=800")
     rates = [m[key] for m in run.metrics for key in ("link_up_bps", "link_down_bps") if m.get(key) is not None]
     assert rates
     assert max(rates) <= 1.1 * 2e6
