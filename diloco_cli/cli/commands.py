@@ -62,12 +62,12 @@ def train(arguments: list[str], options: TrainOptions) -> int:
         # What a stopped run has got done is a result; cli.app prints the rest (and, with --json, the summary).
         stopped = getattr(error, "summary", None)
         if stopped and stopped.get("status") == "stopped" and not options.json_output:
-            _print_summary(stopped)
+            _print_summary(stopped, cfg.model.entry_point)
         raise
     if options.json_output:
         _print_json(summary)
     else:
-        _print_summary(summary)
+        _print_summary(summary, cfg.model.entry_point)
     return exit_code(summary)
 
 
@@ -167,7 +167,7 @@ def _row(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _print_summary(summary: Mapping[str, Any]) -> None:
+def _print_summary(summary: Mapping[str, Any], entry_point: str | None) -> None:
     from diloco_cli.observe.summary import next_commands, summary_rows
 
     rows = list(summary_rows(summary))
@@ -175,7 +175,7 @@ def _print_summary(summary: Mapping[str, Any]) -> None:
     for label, value, _ in rows:
         print(f"{label:<{width}}  {value}")
     print(f"{'run folder':<{width}}  {summary.get('run_dir')}")
-    for index, command in enumerate(next_commands(summary)):
+    for index, command in enumerate(next_commands(summary, entry_point)):
         print(f"{'next' if index == 0 else '':<{width}}  {command}")
 
 

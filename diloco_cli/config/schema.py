@@ -392,13 +392,13 @@ class InnerConfig:
     eps: float = 1e-8
     """Added to the root of AdamW's second moment."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices and embeddings."""
+    """Decoupled weight decay of the matrices; embeddings and vectors have none."""
     clip_norm: float = 1.0
     """Largest gradient norm; 0: no clipping."""
     schedule: Schedule = Schedule.cosine
     """After the warm-up: cosine, wsd (stable, then a straight decay) or constant."""
     warmup_steps: int = 50
-    """Steps in which the rate grows from zero to its peak."""
+    """Steps in which the rate grows from zero to its peak, at most half of the run."""
     min_lr_ratio: float = 0.1
     """Learning rate at the end, as a share of the peak."""
     decay_fraction: float = 0.2

@@ -121,12 +121,13 @@ def _byte_rows(sent: Any) -> Iterator[tuple[str, str, str]]:
         yield ("", f"all {len(rows)}: {figures.count(total_up)}B up, {figures.count(total_down)}B down", "")
 
 
-def next_commands(summary: Mapping[str, Any]) -> list[str]:
-    """What one would type next, to be copied as it is."""
+def next_commands(summary: Mapping[str, Any], entry_point: str | None = None) -> list[str]:
+    """What one would type next, to be copied as it is; `entry_point`: of a model of the user's own."""
     run_dir = summary.get("run_dir")
     if not isinstance(run_dir, str) or not run_dir:
         return []
     run = shlex.quote(run_dir)
     if summary.get("status") == "completed":
-        return [f'diloco generate {run} --prompt "def "', f"diloco evaluate {run}"]
+        trust = f" --trust-entry-point {shlex.quote(entry_point)}" if entry_point else ""
+        return [f'diloco generate {run} --prompt "def "{trust}', f"diloco evaluate {run}{trust}"]
     return [f"ls {run}/logs   # each process's own output"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from diloco_cli.cli import app as cli_app
 from diloco_cli.cli import commands
 from diloco_cli.cli.app import printable
 from diloco_cli.errors import ConfigError
+from diloco_cli.observe.summary import next_commands
 
 DILOCO = str(Path(sys.executable).parent / "diloco")
 HEAVY = {
@@ -355,3 +357,6 @@ def test_a_run_folder_runs_no_code_of_its_own_unless_it_is_trusted(
     assert hint[1]
     assert cli_app._run([*evaluate, "--trust-entry-point", "other.module:build"]) != 0
     assert cli_app._run([*evaluate, hint[1], hint[2].split()[0]]) == 0
+    # What a run of such a model proposes at its end works as it is typed.
+    proposed = next_commands({"status": "completed", "run_dir": "own"}, cfg.model.entry_point)[1]
+    assert cli_app._run([*shlex.split(proposed)[1:], *evaluate[2:]]) == 0
