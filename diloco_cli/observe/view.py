@@ -215,6 +215,8 @@ class _Island:
 
 
 _KEPT_METRICS = ("loss", "tokens_per_s", "step_time_s", "link_up_bps", "link_down_bps", "staleness_steps", "tokens")
+# Too many, and the merge says it all; or for the summary, which says it in words.
+_NOT_SHOWN = ("pull", "contribution", "quorum", "grace", "result")
 _ORDERLY_END = re.compile(
     r"(finished|completed|done)\b|(the )?run (has reached|is over|is ending|has ended)|target reached"
 )
@@ -385,7 +387,7 @@ class RunView:
         handler: Callable[[Mapping[str, Any], float], None] | None = getattr(self, f"_on_{event}", None)
         if handler is not None:
             handler(record, time_s)
-        elif event not in ("pull", "contribution", "quorum", "grace"):  # too many, and the merge says it all
+        elif event not in _NOT_SHOWN:
             self._add_log(clean(event, 24), _words(record), "info", time_s)
 
     def _on_run_started(self, record: Mapping[str, Any], time_s: float) -> None:
@@ -547,7 +549,8 @@ class RunView:
             progress = 1.0
         training = [island for island in islands if island.state == "training"]
         losses = [island.metrics["loss"] for island in training or islands if "loss" in island.metrics]
-        live = self._live()
+        # Of a run that is over: those who were there to its end.
+        live = self._live() or sum(island.state == "finished" for island in self._islands.values())
         return RunSnapshot(
             name=self.name,
             algorithm=self.algorithm,

@@ -91,6 +91,17 @@ def folded(num_islands: int = 4, until_s: float = 40.0) -> RunView:
 # ---- folding ----
 
 
+def test_the_end_of_a_run_keeps_its_quorum_and_shows_no_raw_record() -> None:
+    made = folded()
+    made.apply({"time": 41.0, "event": "finish", "status": "stopped", "reason": "stopped by SIGINT"})
+    for i in (0, 1, 3):
+        made.apply({"time": 41.5, "event": "leave", "learner": f"island-{i}", "reason": "stopped by SIGINT"})
+    made.apply({"time": 42.0, "event": "result", "status": "stopped", "train_loss": 2.5})
+    snapshot = made.snapshot(42.0)
+    assert snapshot.live == 3
+    assert not [line for line in snapshot.log if "train_loss" in line.text]
+
+
 def test_the_tape_folds_to_what_was_recorded() -> None:
     snapshot = folded().snapshot(41.0)
     assert snapshot.counts() == {"training": 3, "gone": 1}
