@@ -6,8 +6,8 @@ merge of a single learner hand back its own parameters. Same model, text, steps,
 
     python benchmarks/quality.py [--seeds 0 1] [key=value overrides for both]
 
-At 2000 steps, about eight minutes: the gap is one of the beginning, and at the recipe's 1000 steps it is still over 4%
-(docs/outer-presets.md says why).
+At 3000 steps, about a quarter of an hour per seed on two cores: the gap is one of the beginning, and at the recipe's
+1000 steps it is still over 4% (docs/outer-presets.md says why).
 
 Held to: decoupled within 3% of the one learner's validation loss.
 """
@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-STEPS = 2000
+STEPS = 3000
 ONE_LEARNER = [
     "islands.count=1",
     "algorithm=diloco",
