@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco_cli import __version__
+from diloco_cli.cli import simulate as simulate_command
 from diloco_cli.errors import EXIT_CONFIG, EXIT_SIGINT, DilocoError
 
 EXIT_INTERNAL = 70
@@ -105,6 +106,9 @@ def train(
         run_dir=run_dir, quiet=quiet, json_output=json_output, dry_run=dry_run, multirun=multirun, debug=debug
     )
     return commands.train(overrides or [], options)
+
+
+simulate_command.register(app)
 
 
 @app.command()

@@ -11,6 +11,10 @@ Called by: cli.
     bytes_per_link       up and down together, mean over islands
     staleness_steps      mean age of a fragment at a learner, in its steps
     quorum_filled        contributions in a merge over islands, mean over merges
+    cost                 chips times hours times price, and what was sent times its price; null without prices
+
+Islands of very many chips (`Scenario.interruptions`) are two simulations: the protocol in sim.world without
+interruptions, and the chips in sim.scale; `_interrupted` puts them together.
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ from diloco_cli.config.schema import Algorithm, Config
 from diloco_cli.errors import ConfigError
 from diloco_cli.sim.baselines import Outcome, run_data_parallel
 from diloco_cli.sim.engine import Streams
-from diloco_cli.sim.scenario import Scenario, check, fragment_sizes, world_spec
+from diloco_cli.sim.scale import Learner, expected_goodput
+from diloco_cli.sim.scale import simulate as simulate_chips
+from diloco_cli.sim.scenario import Scenario, check, fragment_sizes, is_lockstep, world_spec
 from diloco_cli.sim.world import RandomFaults, Tally, World, WorldSpec
 
 SCHEMA_VERSION = 1
@@ -38,13 +44,20 @@ LOW, HIGH = 0.05, 0.95
 BANDWIDTH, LEARNERS, INNER_STEPS = "bandwidth", "learners", "inner-steps"
 TABLE_FACTORS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
 MIN_RATE_BPS, MAX_RATE_BPS = 1e3, 1e15
-MAX_LEARNERS, MAX_INNER_STEPS = 256, 1_000_000
+MAX_LEARNERS, MAX_INNER_STEPS = 256, 20_000
+MAX_INNER_STEPS_DECOUPLED = 2_048
+"""Without waiting, larger H no longer changes what a link can do within overlap_steps."""
 
 ASSUMPTIONS = (
     "links are those of the configuration, one per island and direction; the syncer's own network is not a limit",
     "what a step computes is the same whether data travels or not",
     "data parallelism overlaps nothing: a step computes, then reduces its gradients around a ring of islands",
     "long stretches without failures are taken as the mean of a window in which nothing changed any more",
+)
+
+QUORUM_NOTE = (
+    "decoupled learners never wait for a link, they miss merges: so a utilization is reached where quorums are, times"
+    " it, as full as on unlimited links"
 )
 
 
@@ -92,6 +105,7 @@ def describe(cfg: Config, scenario: Scenario, *, seed: int, trials: int) -> dict
         "tokens_per_step": sum(cfg.batch_tokens(name) for name in names),
         "parameters": sum(fragment_sizes(cfg, scenario)),
         "fragments": len(fragment_sizes(cfg, scenario)),
+        "named_model": scenario.parameters is None,
         "inner_steps": cfg.sync.inner_steps,
         "overlap_steps": cfg.sync.overlap_steps,
         "quorum": cfg.sync.quorum,
@@ -103,10 +117,14 @@ def describe(cfg: Config, scenario: Scenario, *, seed: int, trials: int) -> dict
         "latency_s": [[link.up.latency_s, link.down.latency_s] for link in links],
         "faults": [{**dataclasses.asdict(f), "duration_s": _finite(f.duration_s)} for f in scenario.faults],
         "random_faults": dataclasses.asdict(random_faults) if random_faults is not None else None,
+        "interruptions": dataclasses.asdict(scenario.interruptions) if scenario.interruptions is not None else None,
+        "chips": _chips(cfg, scenario),
+        "chip_hour_price": scenario.chip_hour_price,
+        "egress_gb_price": scenario.egress_gb_price,
         "duration_s": _finite(scenario.duration_s),
         "seed": seed,
         "trials": trials,
-        "assumptions": list(ASSUMPTIONS),
+        "assumptions": [*scenario.notes, *ASSUMPTIONS],
     }
 
 
@@ -161,17 +179,82 @@ def figures(spec_chips: Mapping[str, int], tally: Tally) -> dict[str, float | No
 
 def _algorithm(cfg: Config, scenario: Scenario, algorithm: str, seed: int, trials: int) -> dict[str, Any]:
     count = trials if scenario.is_random(cfg) else 1
-    outcomes = [run_once(cfg, scenario, algorithm, seed=seed, trial=i) for i in range(count)]
+    if scenario.interruptions is None:
+        outcomes = [run_once(cfg, scenario, algorithm, seed=seed, trial=i) for i in range(count)]
+    else:
+        calm = dataclasses.replace(scenario, interruptions=None)
+        # Where chips are the only chance, the protocol is the same in every trial.
+        runs = count if calm.is_random(cfg) else 1
+        alone = [run_once(cfg, calm, algorithm, seed=seed, trial=i) for i in range(runs)]
+        outcomes = [_interrupted(cfg, scenario, algorithm, alone[i % runs], seed, i) for i in range(count)]
     chips = _chips(cfg, scenario)
     rows = [figures(chips, o.tally) for o in outcomes]
     statuses = [o.status for o in outcomes]
+    costs = [_cost(scenario, chips, o.tally) for o in outcomes]
     return {
         **{name: spread([row[name] for row in rows]) for name in rows[0]},
+        "cost": None if costs[0] is None else spread(costs),
         "bytes": _bytes(outcomes),
         "tokens": {k: round(_mean([o.tally.tokens.get(k, 0.0) for o in outcomes])) for k in outcomes[0].tally.tokens},
         "status": {s: statuses.count(s) for s in sorted(set(statuses))},
         "trials": count,
     }
+
+
+def _cost(scenario: Scenario, chips: Mapping[str, int], tally: Tally) -> float | None:
+    """Of the chips for the whole time, and of all bytes, each paid once by its sender; None without prices."""
+    if scenario.chip_hour_price is None and scenario.egress_gb_price is None:
+        return None
+    sent_gb = sum(m[3] + m[4] for m in tally.learners.values()) / 1e9
+    chip_hours = sum(chips.values()) * tally.time_s / 3600
+    return chip_hours * (scenario.chip_hour_price or 0.0) + sent_gb * (scenario.egress_gb_price or 0.0)
+
+
+def _interrupted(cfg: Config, scenario: Scenario, algorithm: str, calm: Outcome, seed: int, trial: int) -> Outcome:
+    """What was simulated without interruptions, with the chips' share of goodput (sim.scale) taken off.
+
+    All learners of data parallelism are one fleet that stops as a whole. So they are where merges wait for everybody
+    (diloco, streaming): every stop of one is taken as a stop of all, which is the most that it can cost. Decoupled
+    learners stop one by one. A learner that stops computes, sends and contributes nothing; steps take as long as
+    before, with fewer samples while slices are away.
+    """
+    model = scenario.interruptions
+    assert model is not None
+    chips = _chips(cfg, scenario)
+    together = algorithm in ("data_parallel", ELASTIC) or is_lockstep(configured_for(cfg, algorithm))
+    if together:
+        fleet = [Learner(name="all", chips=sum(chips.values()), elastic=algorithm != "data_parallel")]
+    else:
+        fleet = [Learner(name=name, chips=count) for name, count in chips.items()]
+    tally = calm.tally
+    if not tally.time_s:
+        return calm
+    # Till the target is reached, or till the time is over.
+    lasts_s = tally.time_s if calm.status == "stopped" else tally.time_s / expected_goodput(fleet, model)
+    lasts_s = min(lasts_s, scenario.duration_s)
+    outcome = simulate_chips(fleet, model, hours=lasts_s / 3600, seed=seed + 1_000_003 * trial)
+    share = outcome.goodput
+    status, longer = calm.status, 1.0
+    if status != "stopped" and share > 0:
+        longer = 1 / share
+        if tally.time_s * longer > scenario.duration_s:
+            status, longer = "stopped", scenario.duration_s / tally.time_s
+    done = share * longer
+    merged = outcome.uptime * longer
+    return Outcome(
+        status,
+        dataclasses.replace(
+            tally,
+            time_s=tally.time_s * longer,
+            running_s=tally.running_s * longer,
+            training_s=tally.training_s * outcome.uptime * longer,
+            tokens={k: v * done for k, v in tally.tokens.items()},
+            wasted=tally.wasted * done,
+            merges=tally.merges * (done if together else merged),
+            members=tally.members * done,
+            learners={name: [v * done for v in m] for name, m in tally.learners.items()},
+        ),
+    )
 
 
 def _chips(cfg: Config, scenario: Scenario) -> dict[str, int]:
@@ -248,7 +331,11 @@ def solve(
     """The smallest bandwidth (bit/s), number of learners or H at which `metric` reaches `target`, and its table.
 
     `learners` deals the chips of all islands out to so many (a failure takes a whole island, so that smaller islands
-    lose less); random failures hit an island as often as its chips say.
+    lose less); random failures hit an island as often as its chips say. Where the scenario has no chips, each learner
+    brings its own. Step time and batch of a learner stay as they are.
+
+    A decoupled learner waits for nobody, whatever its link: on a thin one its contributions miss their merges instead.
+    So for it a compute utilization of x also asks for quorums that are x as full as on links without a limit.
 
     Args:
         what: bandwidth | learners | inner-steps.
@@ -264,8 +351,13 @@ def solve(
         raise ConfigError(f"cannot solve for {what}", hint=f"one of {', '.join(searches)}")
     if metric != "tokens_per_s" and not 0.0 < target <= 1.0:
         raise ConfigError(f"{metric} of {target:g}", hint="write a share above 0, up to 1")
+    counts_quorum = metric == "compute_utilization" and algorithm not in ("data_parallel", ELASTIC)
+    counts_quorum = counts_quorum and not is_lockstep(configured_for(cfg, algorithm))
     search = searches[what]
+    if what == INNER_STEPS and counts_quorum:
+        search = dataclasses.replace(search, high=MAX_INNER_STEPS_DECOUPLED)
     known: dict[float, dict[str, Any]] = {}
+    full: dict[float, float] = {}
 
     def row(value: float) -> dict[str, Any]:
         if value not in known:
@@ -274,19 +366,32 @@ def solve(
             known[value] = {"value": value, **{m: found[m]["mean"] for m in ROW}, "status": found["status"]}
         return known[value]
 
+    def full_quorum(value: float) -> float:
+        """How full quorums are on links without a limit."""
+        place = 0.0 if what == BANDWIDTH else value
+        if place not in full:
+            free = _with_bandwidth(*search.apply(cfg, scenario, value), math.inf)
+            full[place] = _algorithm(*free, algorithm, seed, trials)["quorum_filled"]["mean"] or 0.0
+        return full[place]
+
     def reached(value: float) -> bool:
+        found = row(value)
         # A run that ended early for want of learners has no figures that could be compared.
-        return (row(value)[metric] or 0.0) >= target and "quorum_lost" not in row(value)["status"]
+        if (found[metric] or 0.0) < target or "quorum_lost" in found["status"]:
+            return False
+        return not counts_quorum or (found["quorum_filled"] or 0.0) >= target * full_quorum(value)
 
     answer = _smallest(reached, search)
     if answer is None:
         best = max((r[metric] or 0.0 for r in known.values()), default=0.0)
         raise ConfigError(
             f"no {what} from {search.low:g} to {search.high:g} reaches a {metric} of {target:g}",
-            why=f"the best is {best:.4g}",
+            why=f"the best is {best:.4g}"
+            + (", or quorums stay emptier than on unlimited links" if counts_quorum else ""),
             hint="another limit binds: step time, latency, overlap_steps or failures",
         )
     table = sorted({_value(search, answer * f) for f in TABLE_FACTORS})
+    described = describe(cfg, scenario, seed=seed, trials=trials)
     return {
         "schema_version": SCHEMA_VERSION,
         "solve": what,
@@ -296,7 +401,10 @@ def solve(
         "answer": _rounded(answer),
         "answer_text": format_rate(float(f"{answer:.4g}")) if what == BANDWIDTH else f"{answer:g}",
         "table": [row(v) for v in table],
-        "scenario": describe(cfg, scenario, seed=seed, trials=trials),
+        "scenario": {
+            **described,
+            "assumptions": [*([QUORUM_NOTE] if counts_quorum else []), *described["assumptions"]],
+        },
     }
 
 
@@ -309,7 +417,9 @@ def _searches(cfg: Config, scenario: Scenario) -> dict[str, Search]:
     lowest_bps = max(MIN_RATE_BPS, 4 * sum(fragment_sizes(cfg, scenario)) / run_s)
     return {
         BANDWIDTH: Search(_with_bandwidth, lowest_bps, MAX_RATE_BPS, whole=False),
-        LEARNERS: Search(_with_learners, cfg.sync.quorum, MAX_LEARNERS, whole=True),
+        LEARNERS: Search(
+            _with_learners, cfg.sync.quorum, min(MAX_LEARNERS, sum(scenario.chips.values()) or MAX_LEARNERS), whole=True
+        ),
         INNER_STEPS: Search(_with_inner_steps, 1, MAX_INNER_STEPS, whole=True),
     }
 
@@ -343,7 +453,7 @@ def _smallest(reached: Callable[[float], bool], search: Search) -> float | None:
 
 def _with_bandwidth(cfg: Config, scenario: Scenario, rate_bps: float) -> tuple[Config, Scenario]:
     """Every link with this rate in both directions."""
-    text = f"{rate_bps:.0f}bps"
+    text = "unlimited" if math.isinf(rate_bps) else f"{rate_bps:.0f}bps"
     network = dataclasses.replace(cfg.network, bandwidth=text)
     for own in ("up", "down"):
         setattr(network, own, dataclasses.replace(getattr(network, own), bandwidth=None))
@@ -360,23 +470,21 @@ def _with_bandwidth(cfg: Config, scenario: Scenario, rate_bps: float) -> tuple[C
 
 
 def _with_learners(cfg: Config, scenario: Scenario, count: float) -> tuple[Config, Scenario]:
-    """So many islands of the same size, of all chips together."""
+    """So many islands of the same size: of all chips together, or where no chips were said, each with its own."""
     before, after = cfg.islands.count, round(count)
-    chips = sum(_chips(cfg, scenario).values())
-    islands = dataclasses.replace(cfg.islands, count=after, named={})
-    share, rest = divmod(chips, after)
-    if not share:
-        raise ConfigError(f"{chips} chips for {after} learners", hint="no learner can have less than one chip")
-    own = dataclasses.replace(cfg, islands=islands)
+    own = dataclasses.replace(cfg, islands=dataclasses.replace(cfg.islands, count=after, named={}))
+    step_time_s = scenario.step_time_s
+    if isinstance(step_time_s, Mapping):
+        step_time_s = _mean(list(step_time_s.values()))
+    if not scenario.chips:
+        return own, dataclasses.replace(scenario, step_time_s=step_time_s)
+    share, rest = divmod(sum(scenario.chips.values()), after)
     random_faults = scenario.random_faults
     if random_faults is not None:
         random_faults = RandomFaults(
             mean_time_between_s=random_faults.mean_time_between_s * after / before,
             mean_repair_s=random_faults.mean_repair_s,
         )
-    step_time_s = scenario.step_time_s
-    if isinstance(step_time_s, Mapping):
-        step_time_s = _mean(list(step_time_s.values()))
     return own, dataclasses.replace(
         scenario,
         step_time_s=step_time_s,

@@ -19,6 +19,7 @@ from diloco_cli.core.fragments import EMBEDDING, HEAD, TensorSpec, build_layout
 from diloco_cli.core.learner import LearnerSettings
 from diloco_cli.core.state import SyncerSettings
 from diloco_cli.errors import ConfigError
+from diloco_cli.sim.scale import FailureModel
 from diloco_cli.sim.world import Costs, Fault, LearnerSpec, RandomFaults, WorldSpec
 
 KEPT_VERSIONS = 4
@@ -43,10 +44,14 @@ class Scenario:
         chips: per island; empty: its ranks.
         step_jitter: half width of the spread of a step's time, as a share of it.
         faults, random_faults: what goes wrong, written down or drawn.
+        interruptions: of single chips, of which an island has so many that it shrinks and grows (sim.scale), instead
+            of going and coming as a whole.
         restart_s: baselines only: what a global stop (data_parallel) costs besides the repair, and regrouping
             (elastic) when an island goes or comes back, besides noticing it.
         duration_s: stop then.
         exact: simulate every message, however long that takes.
+        chip_hour_price, egress_gb_price: of one chip for an hour, and of 1e9 bytes sent (by an island or the syncer).
+        notes: what was assumed where nothing was said, in words.
     """
 
     step_time_s: float | Mapping[str, float] = 1.0
@@ -60,6 +65,10 @@ class Scenario:
     restart_s: float = 30.0
     duration_s: float = math.inf
     exact: bool = False
+    interruptions: FailureModel | None = None
+    chip_hour_price: float | None = None
+    egress_gb_price: float | None = None
+    notes: tuple[str, ...] = ()
 
     def step_s(self, cfg: Config, island: str) -> float:
         """Seconds per inner step of one island."""
@@ -73,6 +82,7 @@ class Scenario:
         return (
             self.step_jitter > 0
             or self.random_faults is not None
+            or self.interruptions is not None
             or any(d.jitter_s > 0 for link in links for d in (link.up, link.down))
         )
 
@@ -106,6 +116,9 @@ def check(cfg: Config, scenario: Scenario) -> None:
     random_faults = scenario.random_faults
     if random_faults is not None and (random_faults.mean_time_between_s <= 0 or random_faults.mean_repair_s < 0):
         raise ConfigError("times between failures and to repair must be above zero", where="failures")
+    prices = (scenario.chip_hour_price, scenario.egress_gb_price)
+    if any(price is not None and not 0.0 <= price < math.inf for price in prices):
+        raise ConfigError("a price must be zero or more", where="price")
 
 
 # ---- sizes ----------------------------------------------------------------------------------------

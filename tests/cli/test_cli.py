@@ -54,7 +54,7 @@ def test_help_lists_the_commands_and_answers_at_once(tmp_path: Path) -> None:
     done = diloco("--help", cwd=tmp_path)
     assert done.returncode == 0
     listed = re.findall(r"^  ([a-z]+)  ", done.stdout.partition("Commands:")[2], re.MULTILINE)
-    assert listed == ["train", "evaluate", "generate", "export", "recipes", "config"]
+    assert listed == ["train", "simulate", "evaluate", "generate", "export", "recipes", "config"]
     times = []
     for _ in range(5):
         start = time.perf_counter()
@@ -63,7 +63,7 @@ def test_help_lists_the_commands_and_answers_at_once(tmp_path: Path) -> None:
     assert statistics.median(times) < 0.5, times
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["simulate", "--help"], ["--version"]])
 def test_help_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     code = (
         "import sys\n"
