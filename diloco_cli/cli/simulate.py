@@ -429,13 +429,13 @@ def _compare(run: str, json_output: bool) -> int:
     from diloco_cli.cli.commands import find_run
 
     folder = find_run(run)
-    from diloco_cli.sim.calibrate import compare, table
+    from diloco_cli.sim.calibrate import compare
 
-    result = compare(folder)
+    document = compare(folder)
     if json_output:
-        _print_json(result)
+        _print_json(document)
     else:
-        tables.show(table(result))
+        tables.show_compared(document)
     return EXIT_OK
 
 

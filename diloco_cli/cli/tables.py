@@ -227,6 +227,40 @@ def show_solved(cfg: Config, document: Mapping[str, Any]) -> None:
     show(table)
 
 
+# ---- a finished run ---------------------------------------------------------------------------------
+
+COMPARED: dict[str, tuple[str, Callable[[float], str]]] = {
+    "tokens_per_s": ("tokens/s", format_count),
+    "training_time_s": ("training time", format_duration),
+    "goodput": ("goodput", _percent),
+    "bytes_up": ("bytes up, per island", format_bytes),
+    "bytes_down": ("bytes down, per island", format_bytes),
+    "merges": ("merges", _plain),
+    "members_per_merge": ("islands in a merge", _plain),
+    "late_share": ("late tokens", _percent),
+}
+
+
+def show_compared(document: Mapping[str, Any]) -> None:
+    """What was taken from the run, then measured, predicted and their difference, a line per figure."""
+    inputs = document["inputs"]
+    rates = {n: format_rate(math.inf if r is None else r) for n, r in inputs["up_bps"].items()}
+    print(f"run         {printable(document['run'])} ({document['algorithm']})")
+    print(f"step time   {_by_island(inputs['step_time_s'], format_duration)} (measured)")
+    print(f"links up    {_by_island(rates, str)} (configured)\n")
+    table = _table("", "measured", "predicted", "difference")
+    for figure, row in document["figures"].items():
+        label, say = COMPARED[figure]
+        measured = "-" if row["measured"] is None else say(row["measured"])
+        difference = "-" if row["difference"] is None else f"{100 * row['difference']:+.1f}%"
+        table.add_row(label, measured, _spread(row["predicted"], say, " "), difference)
+    show(table)
+    largest = document["largest_difference"]
+    if largest is not None:
+        verdict = "within" if document["within"] else "not within"
+        print(f"\ntokens/s, goodput, bytes and merges: {verdict} 10% (largest difference {100 * largest:.1f}%)")
+
+
 # ---- papers -----------------------------------------------------------------------------------------
 
 

@@ -476,6 +476,7 @@ class Syncer:
                 "islands": self.cfg.island_names(),
                 "target_steps": self.core.settings.target_steps,
                 "fragments": len(self.layout),
+                "fragment_numel": [f.numel for f in self.layout.fragments],
                 "fragments_requested": self.layout.requested,
                 "fragments_reason": self.layout.reason,
                 "quorum": self.cfg.sync.quorum,
