@@ -697,6 +697,7 @@ from diloco_cli.observe.dashboard import RunView, make_display
 how = sys.argv[1]
 if how == "sigterm":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is born ignoring it
 display = make_display()
 view = RunView(islands=["island-0"])
 display.start(view)
