@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from diloco_cli.sim.engine import Streams
+from diloco_cli.sim.timeline import COMPUTING, DOWN, REJOINING, WAITING, Timeline
 from diloco_cli.sim.world import Fault, Tally, WorldSpec
 
 SAMPLED_STEPS = 2_000
@@ -74,8 +75,17 @@ def all_reduce_s(spec: WorldSpec, group: list[str]) -> float:
 class DataParallel:
     """One run; use run()."""
 
-    def __init__(self, spec: WorldSpec, streams: Streams, *, elastic: bool, restart_s: float) -> None:
+    def __init__(
+        self,
+        spec: WorldSpec,
+        streams: Streams,
+        *,
+        elastic: bool,
+        restart_s: float,
+        timeline: Timeline | None = None,
+    ) -> None:
         self.spec = spec
+        self._timeline = timeline
         self.streams = streams
         self.elastic = elastic
         self.restart_s = restart_s
@@ -140,13 +150,16 @@ class DataParallel:
             took = self._one_step()
             step_s = max(took.values()) + overhead_s
             if t.time_s + step_s > end_s:
+                self._draw(took, COMPUTING, t.time_s)
                 self._book_lost(took, end_s - t.time_s)
                 return
             for name, s in took.items():
                 computing_s[name] += s
             counted += 1
+            self._draw_step(took)
             self._book(computing_s=took, steps=1, seconds=step_s, reduce_s=reduce_s)
-            if counted >= SAMPLED_STEPS or self.spec.step_jitter == 0.0:
+            drawn = self._timeline is not None and t.time_s <= self._timeline.fine_s
+            if not drawn and (counted >= SAMPLED_STEPS or self.spec.step_jitter == 0.0):
                 mean_s = (t.time_s - began_s) / counted
                 room = (end_s - t.time_s) / mean_s
                 steps = self.steps_left if room > self.steps_left else max(0, int(room) - 1)
@@ -164,6 +177,18 @@ class DataParallel:
                 step_s *= 1.0 + jitter * (2.0 * self.streams.of(f"step/{name}").random() - 1.0)
             took[name] = step_s
         return took
+
+    def _draw_step(self, took: dict[str, float]) -> None:
+        """For the picture: each computes, then waits for the others and the reduction."""
+        if self._timeline is not None:
+            for name, s in took.items():
+                self._timeline.begin(name, COMPUTING, self.tally.time_s)
+                self._timeline.begin(name, WAITING, self.tally.time_s + s)
+
+    def _draw(self, names: Iterable[str], state: str, time_s: float) -> None:
+        if self._timeline is not None:
+            for name in names:
+                self._timeline.begin(name, state, time_s)
 
     def _book(self, *, computing_s: dict[str, float], steps: int, seconds: float, reduce_s: float) -> None:
         t, count = self.tally, len(self.group)
@@ -200,6 +225,8 @@ class DataParallel:
     # ---- failures ----
 
     def _fail(self, fault: Fault, returns: list[tuple[float, str]]) -> None:
+        self._draw((n for n in self.group if n != fault.island), WAITING, self.tally.time_s)
+        self._draw([fault.island], DOWN, self.tally.time_s)
         if fault.island not in self.group:
             # It is down, or waiting for the others' repair, already: down for longer, at most.
             for i, (at_s, island) in enumerate(returns):
@@ -217,13 +244,17 @@ class DataParallel:
 
     def _come_back(self, island: str, returns: list[tuple[float, str]]) -> None:
         if not self.elastic:
+            self._draw([island], WAITING, self.tally.time_s)
             if not returns:
                 self.group = sorted(self.spec.learners)
+                self._draw(self.group, REJOINING, self.tally.time_s)
                 self._stand_still(self.restart_s)
             return
         link = self.spec.learners[island].link
         transfer_s = STATE_BYTES_PER_PARAMETER * sum(self.spec.sizes) * 8 / link.down.rate_bps
         alone = not self.group
+        self._draw(self.group, WAITING, self.tally.time_s)
+        self._draw([island], REJOINING, self.tally.time_s)
         self.group = sorted([*self.group, island])
         self._stand_still(self.restart_s + (0.0 if alone else transfer_s))
 
@@ -232,6 +263,8 @@ class DataParallel:
         self.tally.time_s += seconds
 
 
-def run_data_parallel(spec: WorldSpec, streams: Streams, *, elastic: bool, restart_s: float) -> Outcome:
+def run_data_parallel(
+    spec: WorldSpec, streams: Streams, *, elastic: bool, restart_s: float, timeline: Timeline | None = None
+) -> Outcome:
     """One run of data parallelism across the islands of `spec`."""
-    return DataParallel(spec, streams, elastic=elastic, restart_s=restart_s).run()
+    return DataParallel(spec, streams, elastic=elastic, restart_s=restart_s, timeline=timeline).run()

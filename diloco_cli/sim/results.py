@@ -33,6 +33,7 @@ from diloco_cli.sim.engine import Streams
 from diloco_cli.sim.scale import Learner, expected_goodput
 from diloco_cli.sim.scale import simulate as simulate_chips
 from diloco_cli.sim.scenario import Scenario, check, fragment_sizes, is_lockstep, world_spec
+from diloco_cli.sim.timeline import Timeline
 from diloco_cli.sim.world import RandomFaults, Tally, World, WorldSpec
 
 SCHEMA_VERSION = 1
@@ -141,16 +142,25 @@ def configured_for(cfg: Config, algorithm: str) -> Config:
     return dataclasses.replace(cfg, sync=sync)
 
 
-def run_once(cfg: Config, scenario: Scenario, algorithm: str, *, seed: int, trial: int = 0) -> Outcome:
-    """One trial of one algorithm."""
+def run_once(
+    cfg: Config,
+    scenario: Scenario,
+    algorithm: str,
+    *,
+    seed: int,
+    trial: int = 0,
+    timeline: Timeline | None = None,
+) -> Outcome:
+    """One trial of one algorithm; `timeline` records what each island does."""
     streams = Streams(seed, trial)
     if algorithm in ("data_parallel", ELASTIC):
         spec = world_spec(cfg, scenario)
-        return run_data_parallel(spec, streams, elastic=algorithm == ELASTIC, restart_s=scenario.restart_s)
+        elastic = algorithm == ELASTIC
+        return run_data_parallel(spec, streams, elastic=elastic, restart_s=scenario.restart_s, timeline=timeline)
     own = configured_for(cfg, algorithm)
     if own is not cfg and algorithm == "diloco" and scenario.sizes:
         scenario = dataclasses.replace(scenario, sizes=(sum(scenario.sizes),))
-    world = World(world_spec(own, scenario), streams, jump=not scenario.exact).run()
+    world = World(world_spec(own, scenario), streams, jump=not scenario.exact, timeline=timeline).run()
     assert world.finish is not None
     return Outcome(world.finish.status, world.tally())
 
@@ -370,7 +380,7 @@ def solve(
         """How full quorums are on links without a limit."""
         place = 0.0 if what == BANDWIDTH else value
         if place not in full:
-            free = _with_bandwidth(*search.apply(cfg, scenario, value), math.inf)
+            free = with_bandwidth(*search.apply(cfg, scenario, value), math.inf)
             full[place] = _algorithm(*free, algorithm, seed, trials)["quorum_filled"]["mean"] or 0.0
         return full[place]
 
@@ -416,7 +426,7 @@ def _searches(cfg: Config, scenario: Scenario) -> dict[str, Search]:
     run_s = cfg.target_steps() * max(scenario.step_s(cfg, name) for name in cfg.island_names())
     lowest_bps = max(MIN_RATE_BPS, 4 * sum(fragment_sizes(cfg, scenario)) / run_s)
     return {
-        BANDWIDTH: Search(_with_bandwidth, lowest_bps, MAX_RATE_BPS, whole=False),
+        BANDWIDTH: Search(with_bandwidth, lowest_bps, MAX_RATE_BPS, whole=False),
         LEARNERS: Search(
             _with_learners, cfg.sync.quorum, min(MAX_LEARNERS, sum(scenario.chips.values()) or MAX_LEARNERS), whole=True
         ),
@@ -451,7 +461,7 @@ def _smallest(reached: Callable[[float], bool], search: Search) -> float | None:
     return high
 
 
-def _with_bandwidth(cfg: Config, scenario: Scenario, rate_bps: float) -> tuple[Config, Scenario]:
+def with_bandwidth(cfg: Config, scenario: Scenario, rate_bps: float) -> tuple[Config, Scenario]:
     """Every link with this rate in both directions."""
     text = "unlimited" if math.isinf(rate_bps) else f"{rate_bps:.0f}bps"
     network = dataclasses.replace(cfg.network, bandwidth=text)

@@ -62,6 +62,7 @@ from diloco_cli.core.types import (
 )
 from diloco_cli.sim.engine import ARRIVAL, STEP, TIMER, Engine, Streams
 from diloco_cli.sim.network import SimLink
+from diloco_cli.sim.timeline import COMPUTING, DONE, DOWN, REJOINING, WAITING, Timeline
 
 # Bytes on the wire of each message: frame, header and TLS record as run.channel writes them, typical values inside.
 REPORT_BYTES, PULL_BYTES, INSTALLED_BYTES, FINISH_BYTES, HEARTBEAT_BYTES = 337, 60, 132, 89, 119
@@ -248,7 +249,10 @@ class SimLearner:
 
 
 class World:
-    """Run one world to its end with run(); `on_record` gets (time_s, event, data) of every line of the event tape."""
+    """Run one world to its end with run(); `on_record` gets (time_s, event, data) of every line of the event tape.
+
+    `timeline` records what each island does when.
+    """
 
     def __init__(
         self,
@@ -257,8 +261,10 @@ class World:
         *,
         on_record: Callable[[float, str, Mapping[str, Any]], None] | None = None,
         jump: bool = True,
+        timeline: Timeline | None = None,
     ) -> None:
         self.spec = spec
+        self._timeline = timeline
         self.streams = streams
         self.engine = Engine()
         self.syncer = SyncerCore(spec.syncer)
@@ -377,6 +383,8 @@ class World:
         if event == "merge":
             self._merges += 1
             self._members += len(data["learners"])
+            if self._timeline is not None:
+                self._timeline.merge(self.now_s, data["fragment"])
         if self._on_record is not None:
             self._on_record(self.now_s, event, data)
 
@@ -421,6 +429,7 @@ class World:
         if self.finish is not None or learner.connected:
             return
         learner.begin_stay()
+        self._lane(learner, REJOINING)
         wait_s = CONNECT_ROUND_TRIPS * (learner.up.latency_s + learner.down.latency_s)
         self.engine.at(self.engine.clock.now_s + wait_s, ARRIVAL, self._joined, learner, learner.stay)
 
@@ -522,7 +531,9 @@ class World:
         if core.waits_for:
             self._report(learner, force=True)
             learner.waits_since_s = now_s
+            self._lane(learner, DONE if core.parked else WAITING)
             return
+        self._lane(learner, COMPUTING)
         learner.busy = True
         step_s = learner.spec.step_s
         if self.spec.step_jitter > 0:
@@ -681,10 +692,12 @@ class World:
         match fault.kind:
             case "crash":
                 self._close(learner)
+                self._lane(learner, DOWN)
                 left = LearnerLeft(learner=learner.name, reason="its process ended")
                 self.engine.at(self.engine.clock.now_s + learner.up.latency_s, ARRIVAL, self._feed, left)
             case "hang":
                 learner.hung = True
+                self._lane(learner, DOWN)
                 learner.up.cut(self.engine.clock.now_s + fault.duration_s)
             case "cut":
                 learner.up.cut(self.engine.clock.now_s + fault.duration_s)
@@ -697,6 +710,8 @@ class World:
         was_hung, learner.hung = learner.hung, False
         if not learner.connected:
             self._connect(learner)
+        elif was_hung and learner.busy:
+            self._lane(learner, COMPUTING)
         elif was_hung and learner.waits_since_s is not None:
             self._end_wait(learner)
             self._take(learner)
@@ -717,6 +732,11 @@ class World:
         self._fault(fault)
 
     # ---- figures ----
+
+    def _lane(self, learner: SimLearner, state: str) -> None:
+        """For the picture: the island does this from now on."""
+        if self._timeline is not None:
+            self._timeline.begin(learner.name, state, self.now_s)
 
     def tally(self) -> Tally:
         """What happened until now, jumps included."""
