@@ -102,8 +102,7 @@ def _figure(cfg: Config, scenario: Scenario, algorithms: Sequence[str], seed: in
 
     runs = [(name, *_recorded(cfg, scenario, name, seed)) for name in algorithms]
     failing = bool(scenario.faults) or scenario.random_faults is not None
-    lane = 0.26 if cfg.islands.count <= MAX_NAMES else 0.1
-    panel = max(0.9, lane * cfg.islands.count) + 0.75
+    panel = min(max(0.9, 0.26 * cfg.islands.count), 4.0) + 0.75
     heights = [panel * len(runs), 3.2]
     with matplotlib.rc_context({"font.size": 8.5, "axes.spines.top": False, "axes.spines.right": False}):
         figure: Any = Figure(figsize=(14 if failing else 10, sum(heights)), layout="constrained")
@@ -112,9 +111,9 @@ def _figure(cfg: Config, scenario: Scenario, algorithms: Sequence[str], seed: in
         for row, (name, timeline, end_s) in zip(axes, runs, strict=True):
             fine_s = min(end_s, timeline.fine_s)
             part = "" if fine_s >= end_s else f", the first {format_duration(fine_s)} of {format_duration(end_s)}"
-            _lanes(row[0], timeline.fine(end_s), f"{name}{part}", fine_s, timeline.merges)
+            _lanes(row[0], _in_order(cfg, timeline.fine(end_s)), f"{name}{part}", fine_s, timeline.merges)
             if failing:
-                _lanes(row[1], timeline.coarse(end_s), f"{name}, the whole run", end_s, [])
+                _lanes(row[1], _in_order(cfg, timeline.coarse(end_s)), f"{name}, the whole run", end_s, [])
         _legend(top, failing)
         _curves(bottom.subplots(), cfg, scenario, algorithms, seed)
     return figure
@@ -127,6 +126,10 @@ def _recorded(cfg: Config, scenario: Scenario, algorithm: str, seed: int) -> tup
     timeline = Timeline(WINDOW_CYCLES * (cfg.sync.inner_steps * slowest_s + 2 * latency_s))
     outcome = run_once(cfg, scenario, algorithm, seed=seed, timeline=timeline)
     return timeline, outcome.tally.time_s
+
+
+def _in_order(cfg: Config, lanes: Mapping[str, Sequence[Interval]]) -> dict[str, Sequence[Interval]]:
+    return {name: lanes[name] for name in cfg.island_names() if name in lanes}
 
 
 def _lanes(
