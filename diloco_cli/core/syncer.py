@@ -344,9 +344,13 @@ class SyncerCore:
         self._record("pull", fragment=fragment, learners=sorted(asked), global_step=self.global_step)
 
     def _ask_later(self, learner: str, fragment: int) -> None:
-        """Ask a learner that could not be asked when the round opened. It is not waited for, except for a quorum."""
+        """Ask a learner that could not be asked when the round opened. It is not waited for, except for a quorum.
+
+        The report of an install can be overtaken by the merge of what was sent after it: such a one changes nothing.
+        """
         current = self.rounds[fragment]
-        if current.pulled and current.merge_started_s is None and learner not in current.asked:
+        may_be_asked = learner not in current.asked and self._may_contribute(learner, fragment)
+        if current.pulled and current.merge_started_s is None and may_be_asked:
             current.asked.add(learner)
             self._pull(fragment, {learner})
 

@@ -411,7 +411,7 @@ class Reference:
                     if d[1].learner == m and d[1].fragment == f
                 ]
                 joined = self.joined_at()[m] > place
-                if m not in self.asked(f) and (joined or news):
+                if m not in self.asked(f) and (joined or news) and self.may_be_asked(m, f):
                     self.decide(t, "pull", f, (m,))
 
     def advance(self, f: int, t: float) -> bool:

@@ -146,6 +146,19 @@ FOUND = {
         faults=(Fault(0.0, "hang", "i0"), Fault(1.0, "hang", "i1")),
         **INSTANT,
     ),
+    "the report of an install is overtaken by the merge of what was sent after it": Rules(
+        step_s={"i2": 0.05, "i4": 0.1},
+        num_fragments=1,
+        inner_steps=4,
+        overlap_steps=1,
+        grace_safety=0.0,
+        target_steps=26,
+        finish_tolerance=0.0,
+        finish_wait_s=0.5,
+        latency_s=(0.001, 0.3),
+        merge_s=(0.0, 0.0),
+        seed=41523,
+    ),
     "a bound on drift in lock-step": Rules(
         step_s={"i0": 0.05}, num_fragments=1, inner_steps=2, overlap_steps=2, max_drift_steps=2, lockstep=True
     ),

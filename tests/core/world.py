@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,12 +59,24 @@ EPSILON_S = 1e-6
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to a learner: kill | hang | join | reconnect | poison | heal | duplicate | slow."""
+    """Something that goes wrong.
+
+    kill | hang | join | reconnect   a learner's process and connections
+    poison | heal                    from now on its contributions are bad, or good again
+    duplicate                        its last contribution arrives once more
+    slow                             its steps take `factor` times as long
+    cut                              nothing passes its link for `factor` seconds; what was sent waits
+    slow_link                        its latency is `factor` times as long
+    clock                            the syncer's clock jumps forward by `factor` seconds (a machine that slept)
+
+    It happens at a time, or just before the event with that number (`at_event`), whatever that is.
+    """
 
     at_s: float
     kind: str
     learner: str
     factor: float = 1.0
+    at_event: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +125,8 @@ class Stay:
     base_tokens: list[int] = field(default_factory=list)
     """Per fragment: `tokens` when it was last installed."""
     last_delivery_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    under_way: dict[str, deque[Any]] = field(default_factory=lambda: defaultdict(deque))
+    """Per channel, in the order of sending: what to do when it arrives, and when it is lost."""
     taken_steps: int = 0
     reported_step: int = 0
     step_times: list[float] = field(default_factory=list)
@@ -129,6 +143,8 @@ class Sent:
     fragment: int
     first_token: int
     last_token: int
+    bad: bool = False
+    """It holds NaN, say: the driver refuses it."""
     fate: str = ""
 
 
@@ -154,6 +170,12 @@ class World:
         self.merged_tokens: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         self.poisoned: set[str] = set()
         self.speed = dict.fromkeys(rules.step_s, 1.0)
+        self.link_factor = dict.fromkeys(rules.step_s, 1.0)
+        self.cut_until_s = dict.fromkeys(rules.step_s, 0.0)
+        self.clock_offset_s = 0.0
+        self.jumped_at_s = -math.inf
+        self.happened: Counter[str] = Counter()
+        self.phases: set[str] = set()
         self.records: list[tuple[float, str, dict[str, Any]]] = []
         self.effects: list[tuple[float, Any]] = []
         self.merging: dict[int, int] = {}
@@ -183,6 +205,11 @@ class World:
 
     # ---- clock ----
 
+    @property
+    def syncer_s(self) -> float:
+        """The syncer's clock."""
+        return self.now_s + self.clock_offset_s
+
     def at(self, when_s: float, action: Callable[[], None]) -> None:
         self._order += 1
         heapq.heappush(self._heap, (max(when_s, self.now_s), self._order, action))
@@ -193,8 +220,12 @@ class World:
         present = self.rules.present if self.rules.present is not None else frozenset(self.rules.step_s)
         for learner in sorted(present):
             self.at(self._latency(), lambda m=learner: self._join(m))
+        at_events: dict[int, list[Fault]] = defaultdict(list)
         for fault in self.rules.faults:
-            self.at(fault.at_s, lambda f=fault: self._fault(f))
+            if fault.at_event is None:
+                self.at(fault.at_s, lambda f=fault: self._fault(f))
+            else:
+                at_events[fault.at_event].append(fault)
         if self.rules.stop_at_s is not None:
             self.at(self.rules.stop_at_s, lambda: self._tell(StopRequested(reason="ctrl-c")))
         while self._heap and self.finished is None:
@@ -204,7 +235,11 @@ class World:
             self.num_events += 1
             if self.num_events > 200_000:
                 raise Violation(f"too many events: {self.describe()}")
-            action()
+            for fault in at_events.pop(self.num_events, ()):
+                if self.finished is None:
+                    self._fault(fault)
+            if self.finished is None:
+                action()
         if self.finished is None:
             raise Violation(f"nothing happens any more: {self.describe()}")
         self._check_end()
@@ -213,9 +248,14 @@ class World:
     def bound_s(self) -> float:
         """Within this time every run must have ended: the last fault, then the work, then what ends are allowed."""
         r = self.rules
-        slowest = max(r.step_s.values()) * (1 + r.jitter) * max([1.0, *(f.factor for f in r.faults)])
-        last_fault = max([0.0, *(f.at_s for f in r.faults)])
-        round_trip_s = 4 * r.latency_s[1] + r.merge_s[1] + slowest
+        slowest = (
+            max(r.step_s.values()) * (1 + r.jitter) * max([1.0, *(f.factor for f in r.faults if f.kind == "slow")])
+        )
+        last_fault = max([0.0, *(f.at_s for f in r.faults)]) + sum(f.factor for f in r.faults if f.kind == "cut")
+        if any(f.at_event is not None for f in r.faults):
+            last_fault += (r.target_steps + 1) * slowest
+        latency_s = r.latency_s[1] * max([1.0, *(f.factor for f in r.faults if f.kind == "slow_link")])
+        round_trip_s = 4 * latency_s + r.merge_s[1] + slowest
         per_step = slowest + (r.num_fragments * round_trip_s if r.lockstep or r.max_drift_steps else 0.0)
         tail = 4 * r.num_fragments * round_trip_s + 6 * r.heartbeat_timeout_s + r.start_timeout_s
         if r.max_drift_steps:
@@ -238,10 +278,19 @@ class World:
     def _link(
         self, stay: Stay, channel: str, deliver: Callable[[], None], lost: Callable[[], None] | None = None
     ) -> None:
-        when = max(self.now_s + self._latency(), stay.last_delivery_s[channel])
+        latency_s = self._latency() * self.link_factor[stay.learner]
+        when = max(self.now_s + latency_s, stay.last_delivery_s[channel], self.cut_until_s[stay.learner])
         stay.last_delivery_s[channel] = when
 
+        stay.under_way[channel].append((deliver, lost))
+
         def arrive() -> None:
+            until_s = self.cut_until_s[stay.learner]
+            if stay.open and until_s > self.now_s:  # cut while it was on its way
+                self.at(until_s, arrive)
+                return
+            # The oldest of the channel, whichever this was: nothing overtakes within a channel.
+            deliver, lost = stay.under_way[channel].popleft()
             if stay.open and not (stay.hung and channel.startswith("up")):
                 deliver()
             elif lost is not None:
@@ -255,7 +304,8 @@ class World:
         if self.finished is not None:
             return
         before = list(self.syncer.versions)
-        effects = self.syncer.handle(event, self.now_s)
+        effects = self.syncer.handle(event, self.syncer_s)
+        self.phases.add(self.syncer.phase)
         self._check_versions(before, event)
         self._perform(effects)
         self._forget_bases()
@@ -321,11 +371,15 @@ class World:
     def _set_timer(self, effect: SetTimer) -> None:
         self.timers[effect.key] = effect.at_s
 
-        def fire() -> None:
-            if self.timers.get(effect.key) == effect.at_s:
-                self._tell(TimerFired(key=effect.key))
+        self._wake(effect.key, effect.at_s)
 
-        self.at(effect.at_s, fire)
+    def _wake(self, key: str, at_s: float) -> None:
+        def fire() -> None:
+            if self.timers.get(key) == at_s and self.syncer_s >= at_s - EPSILON_S:
+                del self.timers[key]
+                self._tell(TimerFired(key=key))
+
+        self.at(at_s - self.clock_offset_s, fire)
 
     def _start_merge(self, effect: StartMerge) -> None:
         s, r = self.syncer, self.rules
@@ -351,6 +405,8 @@ class World:
                 raise Violation(f"absent {c.learner} has a weight")
             self._settle(c.handle, "merged")
             sent = self.sent[c.handle]
+            if sent.bad:
+                raise Violation(f"{c} was refused, and is merged")
             if sent.fragment != effect.fragment:
                 raise Violation(f"{c} in a merge of fragment {effect.fragment}")
             runs = self.merged_tokens[sent.stay, sent.fragment]
@@ -399,6 +455,12 @@ class World:
             merged = sum(b - a for (_, f), runs in self.merged_tokens.items() if f == fragment for a, b in runs)
             if row["merged"] != merged:
                 raise Violation(f"fragment {fragment}: {merged} tokens were merged, the account says {row}")
+        for fragment, current in s.rounds.items():
+            until_s = current.grace_until_s
+            over = until_s is not None and self.syncer_s > until_s + EPSILON_S and self.now_s > self.jumped_at_s
+            met = sum(e.contribution.steps > 0 for e in current.entries.values()) >= r.quorum
+            if over and met and current.merge_started_s is None and not current.wait_for_all:
+                raise Violation(f"fragment {fragment} still waits after its grace window, which ended at {until_s}")
         truth = sum(stay.tokens for stay in self.stays)
         if s.ledger.processed_tokens > truth:
             raise Violation(f"{s.ledger.processed_tokens} tokens in the account, {truth} were processed")
@@ -486,8 +548,20 @@ class World:
                 self.poisoned.discard(fault.learner)
             case "slow":
                 self.speed[fault.learner] = fault.factor
+            case "slow_link":
+                self.link_factor[fault.learner] = fault.factor
+            case "cut":
+                self.cut_until_s[fault.learner] = max(self.cut_until_s[fault.learner], self.now_s + fault.factor)
+            case "clock":
+                self.clock_offset_s += fault.factor
+                self.jumped_at_s = self.now_s
+                for key, at_s in list(self.timers.items()):
+                    self._wake(key, at_s)
             case "duplicate" if stay is not None and alive:
                 self._repeat(stay)
+            case _:
+                return
+        self.happened[fault.kind] += 1
 
     def _repeat(self, stay: Stay) -> None:
         """The last contribution of this stay arrives once more."""
@@ -505,11 +579,11 @@ class World:
             sent_at_step=c.sent_at_step,
             handle=handle,
         )
-        self._send_contribution(stay, again, refused=False)
+        self._send_contribution(stay, again, refused=self.sent[handle].bad)
 
     def _new_handle(self, like: Sent) -> int:
         handle = len(self.sent) + 1
-        self.sent[handle] = Sent(like.stay, like.fragment, like.first_token, like.last_token)
+        self.sent[handle] = Sent(like.stay, like.fragment, like.first_token, like.last_token, like.bad)
         return handle
 
     def _down(self, learner: str, channel: str, message: Any) -> None:
@@ -616,7 +690,8 @@ class World:
         if effect.tokens != stay.tokens - stay.base_tokens[f]:
             raise Violation(f"{effect} of {stay.learner}, who has processed {stay.tokens} since {stay.base_tokens[f]}")
         stay.history.append(("send", f, effect.base_version, effect.tokens, effect.steps, effect.sent_at_step))
-        handle = self._new_handle(Sent(stay.number, f, stay.base_tokens[f], stay.tokens))
+        bad = stay.learner in self.poisoned
+        handle = self._new_handle(Sent(stay.number, f, stay.base_tokens[f], stay.tokens, bad))
         c = Contribution(
             learner=stay.learner,
             fragment=f,
@@ -627,7 +702,7 @@ class World:
             handle=handle,
         )
         self._last_contribution[stay.learner] = (c, stay.number)
-        self._send_contribution(stay, c, refused=stay.learner in self.poisoned)
+        self._send_contribution(stay, c, refused=bad)
 
     def _send_contribution(self, stay: Stay, c: Contribution, *, refused: bool) -> None:
         event = ContributionRefused(contribution=c, reason="nan") if refused else ContributionReceived(contribution=c)
