@@ -126,6 +126,15 @@ def simulate(
     mfu: Annotated[
         str | None, _option("--mfu", metavar="SHARE", text="Share of that peak that is reached; 0.4.", group=FLEET)
     ] = None,
+    step_jitter: Annotated[
+        str | None,
+        _option(
+            "--step-jitter",
+            metavar="SHARE",
+            text="Steps last up to so much longer or shorter, by chance: 0.1.",
+            group=FLEET,
+        ),
+    ] = None,
     chips: Annotated[
         str | None,
         _option("--chips", metavar="N", text="Over all islands, dealt out evenly; else one per rank.", group=FLEET),
@@ -215,6 +224,7 @@ def simulate(
         step_time=step_time,
         chip=chip,
         mfu=mfu,
+        step_jitter=step_jitter,
         chips=chips,
         mtbi=mtbi,
         repair=repair,
@@ -400,7 +410,7 @@ def _solve(cfg: Config, scenario: Scenario, asked: Asked, target: Target, json_o
 def _learn(cfg: Config, scenario: Scenario, asked: Asked, json_output: bool) -> int:
     from diloco_cli.cli import tables
     from diloco_cli.sim import options
-    from diloco_cli.sim.learn import learn, table
+    from diloco_cli.sim.learn import learn
 
     names = options.algorithms(asked) if asked.algorithm else [cfg.sync.algorithm.value]
     trials = 1 if asked.trials is None else options.trials(asked)
@@ -408,7 +418,8 @@ def _learn(cfg: Config, scenario: Scenario, asked: Asked, json_output: bool) -> 
     if json_output:
         _print_json(document)
     else:
-        tables.show(table(document))
+        tables.show_scenario(cfg, document["scenario"])
+        tables.show_learned(document)
     return EXIT_OK
 
 

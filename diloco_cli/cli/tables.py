@@ -169,6 +169,27 @@ def _failures(scenario: Mapping[str, Any]) -> str:
 # ---- answers ----------------------------------------------------------------------------------------
 
 
+LEARNED: dict[str, tuple[str, Callable[[float], str]]] = {
+    "validation_loss": ("validation loss", lambda value: f"{value:.4f}"),
+    "tokens": ("tokens", format_count),
+    "late_share": ("late tokens", _percent),
+    **{name: FIGURES[name] for name in ("tokens_per_s", "goodput", "quorum_filled", "staleness_steps", "merges")},
+    "wall_time_s": ("virtual time", format_duration),
+}
+
+
+def show_learned(document: Mapping[str, Any]) -> None:
+    """What was learned under each algorithm, a row per figure."""
+    found = document["algorithms"]
+    table = _table("", *found)
+    for figure, (label, say) in LEARNED.items():
+        values = [found[name][figure] for name in found]
+        if any(value["mean"] is not None for value in values):
+            table.add_row(label, *(_spread(value, say, " ") for value in values))
+    show(table)
+    print(f"\nbigram model on the same text: {document['bigram_loss']:.4f}")
+
+
 def show_algorithms(found: Mapping[str, Any]) -> None:
     """One row per figure, one column per algorithm; the spread over trials where there is one."""
     narrow = sys.stdout.isatty()

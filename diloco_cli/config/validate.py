@@ -313,6 +313,14 @@ def _sync(cfg: Config) -> Iterator[ConfigError]:
         yield _error(
             "sync.quorum", f"{sync.quorum} is out of range; with islands.count={count} it must be 1 to {count}"
         )
+    if sync.max_drift_steps is not None and sync.max_drift_steps < sync.inner_steps:
+        # Learners would stop before a merge is due, and nothing else would bring one.
+        yield _error(
+            "sync.max_drift_steps",
+            f"{sync.max_drift_steps} is less than sync.inner_steps={sync.inner_steps}: every learner would wait for "
+            "merges that are not due yet",
+            hint=f"sync.max_drift_steps={2 * sync.inner_steps}",
+        )
     if sync.algorithm == Algorithm.data_parallel:
         yield _error(
             "sync.algorithm",

@@ -70,6 +70,7 @@ class Asked:
     step_time: str | None = None
     chip: str | None = None
     mfu: str | None = None
+    step_jitter: str | None = None
     chips: str | None = None
     mtbi: str | None = None
     repair: str | None = None
@@ -152,6 +153,7 @@ def scenario(
     found = dataclasses.replace(
         base,
         step_time_s=step_time_s,
+        step_jitter=0.0 if asked.step_jitter is None else number("--step-jitter", asked.step_jitter),
         chips=chips if asked.chips is not None else {},
         faults=faults,
         random_faults=random_faults,

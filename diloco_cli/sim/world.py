@@ -20,9 +20,9 @@ disturbs (a join, a fault) is followed by a new window; small worlds never jump,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from diloco_cli.config.schema import Link
 from diloco_cli.core.learner import LearnerCore, LearnerSettings
@@ -34,6 +34,7 @@ from diloco_cli.core.types import (
     ContributionReceived,
     DiscardPayload,
     Disconnect,
+    DropPayload,
     Finish,
     FragmentInstalled,
     InstallFragment,
@@ -248,6 +249,31 @@ class SimLearner:
         self.progress_s = 0.0
 
 
+class Body(Protocol):
+    """What really is in the fragments, where somebody wants to know (sim.learn): tensors, training, merging.
+
+    Called at the moment at which it happens in virtual time. Without one, a world is about time alone.
+    """
+
+    def load(self, learner: str, step: int, versions: Sequence[int]) -> None:
+        """A process begins, with these versions of all fragments."""
+
+    def step(self, learner: str) -> int:
+        """One inner step; its tokens."""
+
+    def send(self, learner: str, contribution: Contribution) -> None:
+        """A fragment is copied out; it is known by its handle from now on."""
+
+    def install(self, learner: str, fragment: int, version: int) -> None:
+        """A merged fragment is put in."""
+
+    def merge(self, effect: StartMerge) -> None:
+        """The contributions make a new version."""
+
+    def drop(self, handle: int) -> None:
+        """A contribution is not merged."""
+
+
 class World:
     """Run one world to its end with run(); `on_record` gets (time_s, event, data) of every line of the event tape.
 
@@ -262,9 +288,11 @@ class World:
         on_record: Callable[[float, str, Mapping[str, Any]], None] | None = None,
         jump: bool = True,
         timeline: Timeline | None = None,
+        body: Body | None = None,
     ) -> None:
         self.spec = spec
         self._timeline = timeline
+        self._body = body
         self.streams = streams
         self.engine = Engine()
         self.syncer = SyncerCore(spec.syncer)
@@ -376,6 +404,9 @@ class World:
                         self._tell(name, FINISH_BYTES, StopReceived(reason=effect.reason))
                 case Disconnect():
                     self._disconnected(self.learners[effect.learner])
+                case DropPayload():
+                    if self._body is not None:
+                        self._body.drop(effect.handle)
                 case Finish():
                     self.finish = effect
 
@@ -408,6 +439,8 @@ class World:
         num_bytes = 4 * self.spec.sizes[effect.fragment] * (len(effect.members) + 2)
         begin_s = max(self.engine.clock.now_s, self._merge_free_s)
         self._merge_free_s = begin_s + num_bytes / self.spec.costs.merge_bytes_per_s
+        if self._body is not None:
+            self._body.merge(effect)
         finished = MergeFinished(fragment=effect.fragment, version=effect.version)
         self.engine.at(self._merge_free_s, ARRIVAL, self._feed, finished)
 
@@ -503,6 +536,8 @@ class World:
                 self._tell_installed(learner, f, have, tokens=0, steps=0, step=core.step, waited_s=0.0)
         learner.core = core
         learner.states = {}
+        if self._body is not None:
+            self._body.load(learner.name, core.step, versions)
         self._take(learner)
         self._go_on(learner)
 
@@ -559,8 +594,9 @@ class World:
         learner.compute_s += step_s
         learner.progress_steps += 1
         learner.progress_s += step_s
-        learner.tokens += learner.spec.tokens
-        self._perform_learner(learner, core.handle(StepFinished(tokens=learner.spec.tokens)))
+        tokens = learner.spec.tokens if self._body is None else self._body.step(learner.name)
+        learner.tokens += tokens
+        self._perform_learner(learner, core.handle(StepFinished(tokens=tokens)))
         self._report(learner, force=bool(core.waits_for))
         self._take(learner)
         self._go_on(learner)
@@ -613,6 +649,8 @@ class World:
             sent_at_step=effect.sent_at_step,
             handle=self._handle,
         )
+        if self._body is not None:
+            self._body.send(learner.name, contribution)
         costs = self.spec.costs
         num_bytes = 4 * self.spec.sizes[effect.fragment]
         learner.stall_s += num_bytes / costs.copy_bytes_per_s
@@ -632,6 +670,8 @@ class World:
         merged = learner.held.pop(effect.handle)
         core = learner.core
         assert core is not None
+        if self._body is not None:
+            self._body.install(learner.name, effect.fragment, effect.version)
         waited_s = self.engine.clock.now_s + learner.stall_s - merged.arrived_s
         learner.stall_s += 4 * self.spec.sizes[effect.fragment] / self.spec.costs.copy_bytes_per_s
         self._stale += effect.steps * (effect.steps + 1) / 2

@@ -314,7 +314,7 @@ def test_override_grammar(tmp_path: Path) -> None:
             "outer.merge=average",
             "islands.named.island-1.speed=0.5",
             "+islands.named.island-2={speed: 0.25}",
-            "sync.max_drift_steps=${sync.inner_steps}",
+            "sync.max_drift_steps=${sync.inner_steps}",  # the least that makes sense
             "model.vocab_size=null",
             "run.name='x'",
             "~failures",
@@ -326,6 +326,12 @@ def test_override_grammar(tmp_path: Path) -> None:
     assert {n: o.speed for n, o in cfg.islands.named.items()} == {"island-1": 0.5, "island-2": 0.25}
     assert cfg.sync.max_drift_steps == cfg.sync.inner_steps
     assert cfg.data.path == str(odd)
+
+
+def test_a_drift_bound_below_h_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"less than sync\.inner_steps=24") as refused:
+        compose(["sync.max_drift_steps=23"])
+    assert refused.value.hint == "sync.max_drift_steps=48"
 
 
 def test_paths_need_no_quotes_and_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
