@@ -51,13 +51,14 @@ ALLOWED = {
         "errors",
         "observe.events",
     ),
-    "sim": ("sim", "core", "config.schema", "config.quantities", "errors", "observe.events"),
+    "sim": ("sim", "run.settings", "core", "config.schema", "config.quantities", "errors", "observe.events"),
     # The one module of sim that trains.
     "sim.learn": (
         "sim",
         "train",
         "wire.codecs",
         "run.global_model",
+        "run.settings",
         "core",
         "config.schema",
         "config.quantities",

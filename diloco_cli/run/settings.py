@@ -1,18 +1,21 @@
 """From the configuration to what the protocol core is set up with: one place for learner and syncer.
 
-Called by: run.learner_main, run.syncer_main, run.global_model.
+Must not: import torch when it is imported (the simulator has none). Called by: run.learner_main, run.syncer_main,
+run.global_model, sim.
 """
 
 from __future__ import annotations
 
 import math
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from diloco_cli.config.schema import Algorithm, Config
 from diloco_cli.core.fragments import Layout, build_layout
 from diloco_cli.core.learner import LearnerSettings
 from diloco_cli.core.state import SyncerSettings
+
+if TYPE_CHECKING:
+    from torch import nn
 
 KEPT_VERSIONS = 4
 """Most versions of a fragment, older than the newest, whose parameters the syncer keeps as anchors."""

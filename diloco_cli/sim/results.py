@@ -28,11 +28,12 @@ from typing import Any
 from diloco_cli.config.quantities import format_rate
 from diloco_cli.config.schema import Algorithm, Config
 from diloco_cli.errors import ConfigError
+from diloco_cli.run.settings import is_lockstep
 from diloco_cli.sim.baselines import Outcome, run_data_parallel
 from diloco_cli.sim.engine import Streams
 from diloco_cli.sim.scale import Learner, expected_goodput
 from diloco_cli.sim.scale import simulate as simulate_chips
-from diloco_cli.sim.scenario import Scenario, check, fragment_sizes, is_lockstep, world_spec
+from diloco_cli.sim.scenario import Scenario, check, fragment_sizes, world_spec
 from diloco_cli.sim.timeline import Timeline
 from diloco_cli.sim.world import RandomFaults, Tally, World, WorldSpec
 

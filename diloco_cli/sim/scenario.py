@@ -1,10 +1,7 @@
 """What is simulated: a configuration as `train` takes it, and what only a real machine would know, as numbers.
 
 Owns: the Scenario, the sizes of a model without building it, and worlds made from both. Nonsense is refused here, with
-one sentence. Must not: import torch or run. Called by: sim.results, cli.
-
-The settings of the two cores come from the configuration exactly as in run.settings, which this layer may not import;
-a test holds them against each other.
+one sentence. Must not: import torch, or of run anything but run.settings. Called by: sim.results, cli.
 """
 
 from __future__ import annotations
@@ -14,15 +11,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diloco_cli.config.schema import Algorithm, Config, ModelConfig, ModelKind, WireType
+from diloco_cli.config.schema import Config, ModelConfig, ModelKind, WireType
 from diloco_cli.core.fragments import EMBEDDING, HEAD, TensorSpec, build_layout
-from diloco_cli.core.learner import LearnerSettings
-from diloco_cli.core.state import SyncerSettings
 from diloco_cli.errors import ConfigError
+from diloco_cli.run.settings import learner_settings, syncer_settings
 from diloco_cli.sim.scale import FailureModel
 from diloco_cli.sim.world import Costs, Fault, LearnerSpec, RandomFaults, WorldSpec
 
-KEPT_VERSIONS = 4
 WIRE_BITS = {
     WireType.float32: 32,
     WireType.bfloat16: 16,
@@ -180,53 +175,15 @@ def fragment_sizes(cfg: Config, scenario: Scenario) -> tuple[int, ...]:
     return tuple(f.numel for f in layout.fragments)
 
 
-# ---- settings of the cores, as in run.settings -----------------------------------------------------
-
-
-def is_lockstep(cfg: Config) -> bool:
-    """Whether merges happen at fixed steps, all learners waiting for them."""
-    return cfg.sync.algorithm is not Algorithm.decoupled or cfg.run.deterministic
-
-
-def learner_settings(cfg: Config, num_fragments: int) -> LearnerSettings:
-    """What core.learner needs of the configuration."""
-    return LearnerSettings(
-        num_fragments=num_fragments,
-        inner_steps=cfg.sync.inner_steps,
-        overlap_steps=0 if cfg.sync.algorithm is Algorithm.diloco else cfg.sync.overlap_steps,
-        target_steps=cfg.target_steps(),
-        lockstep=is_lockstep(cfg),
-        same_offset=cfg.sync.algorithm is Algorithm.diloco,
-        max_drift_steps=cfg.sync.max_drift_steps,
-    )
-
-
-def syncer_settings(cfg: Config, num_fragments: int, chips: Mapping[str, int]) -> SyncerSettings:
-    """What core.syncer needs of the configuration."""
-    lockstep = is_lockstep(cfg)
-    return SyncerSettings(
-        num_fragments=num_fragments,
-        chips={name: chips.get(name, cfg.island(name).nproc_per_node) for name in cfg.island_names()},
-        inner_steps=cfg.sync.inner_steps,
-        overlap_steps=cfg.sync.overlap_steps,
-        quorum=cfg.sync.quorum,
-        grace_safety=cfg.sync.grace_safety,
-        keep_late=cfg.sync.late.value == "next",
-        lockstep=lockstep,
-        target_steps=cfg.target_steps(),
-        finish_tolerance=cfg.run.finish_tolerance,
-        finish_wait_s=math.inf if lockstep else cfg.run.finish_wait_s,
-        heartbeat_timeout_s=cfg.sync.heartbeat_timeout_s,
-        start_timeout_s=cfg.launcher.start_timeout_s,
-        anchor_history=KEPT_VERSIONS,
-    )
+# ---- worlds ---------------------------------------------------------------------------------------
 
 
 def world_spec(cfg: Config, scenario: Scenario) -> WorldSpec:
     """The world of one configuration; `cfg.sync.algorithm` is one that has a syncer."""
     check(cfg, scenario)
     sizes = fragment_sizes(cfg, scenario)
-    settings = syncer_settings(cfg, len(sizes), scenario.chips)
+    settings = syncer_settings(cfg, len(sizes))
+    settings = dataclasses.replace(settings, chips={**settings.chips, **scenario.chips})
     learners = {
         name: LearnerSpec(
             step_s=scenario.step_s(cfg, name),

@@ -154,16 +154,6 @@ def test_a_real_deterministic_run_has_the_merges_that_were_simulated(tmp_path) -
         assert up == pytest.approx(sent["up"], rel=0.25), name
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [(), ("sync=diloco",), ("sync=streaming",), ("run.deterministic=true",), ("sync.late=next", "sync.quorum=3")],
-)
-def test_settings_are_those_of_real_runs(overrides: tuple[str, ...]) -> None:
-    cfg = config(*overrides)
-    assert scenario.learner_settings(cfg, 4) == run_settings.learner_settings(cfg, 4)
-    assert scenario.syncer_settings(cfg, 4, {}) == run_settings.syncer_settings(cfg, 4)
-
-
 @pytest.mark.parametrize("overrides", [(), ("model.tied=false",), ("model.num_experts=3", "model.num_layers=1")])
 def test_sizes_are_those_of_the_built_model(overrides: tuple[str, ...]) -> None:
     cfg = config(*overrides)
