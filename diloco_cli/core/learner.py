@@ -16,8 +16,9 @@ arrivals wait, and the learner waits for later ones. That makes the run independ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from diloco_cli.core.fragments import due_offset_steps
 from diloco_cli.core.types import (
@@ -27,6 +28,7 @@ from diloco_cli.core.types import (
     LearnerEvent,
     MergedReceived,
     PullReceived,
+    Reconnected,
     SendFragment,
     StepFinished,
     StopReceived,
@@ -74,6 +76,29 @@ class LearnerCore:
         self._sent_at: dict[int, int] = {}
         """Lock-step: fragments sent and not yet installed, with the step of the sending."""
 
+    def dump(self) -> dict[str, Any]:
+        """Its state as plain data, for a snapshot; merged fragments that have arrived come again."""
+        return {
+            "step": self.step,
+            "versions": list(self.versions),
+            "steps": list(self.steps),
+            "tokens": list(self.tokens),
+            "sent_at": dict(self._sent_at),
+        }
+
+    @classmethod
+    def load(cls, settings: LearnerSettings, saved: Mapping[str, Any]) -> LearnerCore:
+        """A core that goes on from `dump`."""
+        core = cls(settings, step=saved["step"], versions=saved["versions"])
+        core.steps, core.tokens = list(saved["steps"]), list(saved["tokens"])
+        core._sent_at = dict(saved["sent_at"])
+        return core
+
+    @property
+    def sent_at(self) -> tuple[int, ...]:
+        """Lock-step, per fragment: the step of a sending whose merge is not installed yet; -1: none."""
+        return tuple(self._sent_at.get(f, -1) for f in range(self.settings.num_fragments))
+
     @property
     def parked(self) -> bool:
         """No step will follow: told to stop, or at the target. Only installs and the final cut are left."""
@@ -108,6 +133,9 @@ class LearnerCore:
                 effects += self._arrive(event)
             case StopReceived():
                 self.stopped_because = event.reason
+            case Reconnected():
+                # It will ask again; in lock-step what is sent is due by schedule, and goes out once more.
+                self._asked.clear()
         return (*effects, *self._install_due(), *self._send_due(stepped=isinstance(event, StepFinished)))
 
     def _count(self, tokens: int) -> None:

@@ -80,6 +80,20 @@ class Ledger:
         assert self._fates[fate][fragment] >= 0
         assert self._overlap[fragment] >= 0
 
+    def settled(self, learner: str, fragment: int) -> int:
+        """Tokens of a learner's fragment in its present stay that have met their fate."""
+        return self._open[learner].settled[fragment]
+
+    def processed_by(self, learner: str) -> int:
+        """A learner's tokens in its present stay."""
+        return self._open[learner].processed
+
+    def lose(self, tokens: int) -> None:
+        """Tokens that were processed outside of any stay: by a learner that was counted as gone, and trained on."""
+        self._processed_before += tokens
+        for fragment in range(self.num_fragments):
+            self._fates[LOST][fragment] += tokens
+
     def leave(self, learner: str) -> None:
         """Close an account: what is not settled is lost."""
         account = self._open.pop(learner, None)

@@ -31,6 +31,13 @@ class SyncerSettings:
     finish_wait_s: float = 10.0
     heartbeat_timeout_s: float = 10.0
     start_timeout_s: float = 120.0
+    quorum_timeout_s: float = 0.0
+    """With fewer learners than the quorum, how long those that may come back are waited for."""
+    snapshot_every_s: float | None = None
+    snapshot_every_steps: int | None = None
+    """Steps of the clock between two snapshots."""
+    max_bad_in_a_row: int = 3
+    """So many bad contributions in a row take a learner out, until its process is another one."""
     anchor_history: int = 4
     """Versions a contribution's base may be behind; older ones are unknown (nobody keeps their parameters)."""
 
@@ -64,10 +71,14 @@ class LearnerState:
     """Per fragment and base version: its counter since that install, as far as it is known here."""
     progress_at_s: float
     """When it last reported a new step."""
+    last_cuts: list[int]
+    """Lock-step, per fragment: it sends nothing for cuts up to this step (it joined then, or has sent it before)."""
+    session: str = ""
     joined_at_step: int = 0
     step: int = 0
     step_time: Average = field(default_factory=Average)
     busy_s: float = 0.0
+    bad_in_a_row: int = 0
 
     def take_in_hand(self, c: Contribution, newest: int) -> Entry:
         """Book a contribution's tokens as being in hand; `newest` is its fragment's newest version."""
@@ -87,6 +98,16 @@ class LearnerState:
         return Entry(c, unsettled, late, refused, overlap)
 
 
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A stay that is over, as far as its learner may come back to it: tokens and steps that the account knows of."""
+
+    tokens: int
+    step: int
+    step_time_s: float | None
+    expelled: bool
+
+
 @dataclass(slots=True)
 class Entry:
     """A contribution in hand, with the fates that its tokens have met before.
@@ -101,6 +122,15 @@ class Entry:
     refused: int = 0
     overlap: int = 0
     """Of the late ones."""
+
+
+@dataclass(slots=True)
+class Booked:
+    """What was booked for a contribution when its merge started, so that a snapshot can leave the merge out."""
+
+    entry: Entry
+    state: LearnerState
+    merged_base_before: int
 
 
 @dataclass(slots=True)
@@ -123,3 +153,4 @@ class Round:
     merge_started_s: float | None = None
     merge_reason: str = ""
     members: tuple[Contribution, ...] = ()
+    booked: list[Booked] = field(default_factory=list)

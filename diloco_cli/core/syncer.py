@@ -11,8 +11,9 @@ Phases of a run::
     gathering --all expected joined, or start_timeout with a quorum--> running
     running   --global step reaches the target--> finishing (learners close to the target are waited for)
     finishing --those are there--> final (learners stop; every fragment is merged once more, from everybody)
-    final     --every learner has installed every final version--> done(completed)
-    any       --fewer learners left than the quorum--> done(quorum_lost)       --StopRequested--> done(stopped)
+    final     --every learner has installed every final version, or none is left--> done(completed)
+    others    --fewer learners than the quorum, and they do not come back in time--> done(quorum_lost)
+    any       --StopRequested--> done(stopped)
 
 One *round* collects one version of one fragment::
 
@@ -28,6 +29,9 @@ One *round* collects one version of one fragment::
 * In lock-step (`streaming`, `diloco`) learners send by their own schedule, a round opens with the first contribution,
   and waits for all live learners. As they wait for its result, a round in which everything was refused is a merge of
   nothing: the version grows, the parameters stay. A joining learner starts after the last cut that was opened.
+* A merge is persisted, together with core.recovery's dump of this state, before it is published, and so are the start
+  and the final cut. A syncer that is started again goes on from there: learners return with their counters, and no
+  version that any of them has installed is missing. A learner that was counted as gone meanwhile joins anew.
 * Iteration over learners and fragments is in sorted order; effects come in the order in which they must be performed.
 * Unknown, late or duplicate input is answered by an effect with a reason, never by an exception.
 """
@@ -39,8 +43,9 @@ from collections.abc import Mapping, Sequence
 from diloco_cli.core.fragments import due_offset_steps
 from diloco_cli.core.ledger import LATE, MERGED, REFUSED, Ledger, Uptime
 from diloco_cli.core.quorum import Average, decide, grace_window_s
-from diloco_cli.core.state import Counted, Entry, LearnerState, Round, SyncerSettings
+from diloco_cli.core.state import Booked, Closed, Counted, Entry, LearnerState, Round, SyncerSettings
 from diloco_cli.core.types import (
+    AcceptReturn,
     CancelTimer,
     Contribution,
     ContributionReceived,
@@ -49,11 +54,15 @@ from diloco_cli.core.types import (
     DropPayload,
     Finish,
     FragmentInstalled,
+    IslandAdded,
+    IslandRemoved,
     LearnerAlive,
     LearnerJoined,
     LearnerLeft,
     LearnerReport,
+    LearnerReturned,
     MergeFinished,
+    Persist,
     Publish,
     Pull,
     Record,
@@ -64,11 +73,14 @@ from diloco_cli.core.types import (
     StopRequested,
     SyncerEffect,
     SyncerEvent,
+    TakeSnapshot,
     TimerFired,
 )
 
 GATHERING, RUNNING, FINISHING, FINAL, DONE = "gathering", "running", "finishing", "final", "done"
 COMPLETED, STOPPED, QUORUM_LOST = "completed", "stopped", "quorum_lost"
+# Stays that are over, and are remembered in case their learner comes back.
+MAX_CLOSED = 1024
 
 
 class SyncerCore:
@@ -83,7 +95,11 @@ class SyncerCore:
         self.versions = [0] * count
         self.global_step = 0
         self.learners: dict[str, LearnerState] = {}
+        self.chips = dict(settings.chips)
         self.expected = set(settings.chips)
+        """Who has not come yet, and is waited for."""
+        self.absent: set[str] = set()
+        """Who has gone and may come back."""
         self.rounds: dict[int, Round] = {}
         self.num_merges = 0
         self.ledger = Ledger(count)
@@ -102,6 +118,19 @@ class SyncerCore:
         self._final_left: set[int] = set()
         self._busy_s_of_gone = 0.0
         self._started_s: float | None = None
+        self._added_at_s: dict[str, float] = {}
+        self._released_chip_s = 0.0
+        """Chip-seconds that were allotted to islands which were taken out."""
+        self._taken_steps: dict[str, int] = {}
+        """Per island: steps in all its stays."""
+        self._closed: dict[str, Closed] = {}
+        """By session: stays that are over."""
+        self._merged_cuts = [-1] * count
+        """Lock-step, per fragment: the step at which the learners sent what the newest merge collected."""
+        self._out_of_time = False
+        """Nobody else is waited for to begin."""
+        self._below_quorum_since_s: float | None = None
+        self._snapshot_due = settings.snapshot_every_steps
         self._out: list[SyncerEffect] = []
 
     # ---- driving ---------------------------------------------------------------------------------
@@ -126,7 +155,7 @@ class SyncerCore:
             case ContributionReceived():
                 self._contribution(event.contribution, now_s)
             case ContributionRefused():
-                self._refuse(event.contribution, event.reason, now_s)
+                self._refuse(event.contribution, event.reason, now_s, bad=event.bad)
             case FragmentInstalled():
                 self._installed(event, now_s)
             case MergeFinished():
@@ -134,9 +163,17 @@ class SyncerCore:
             case TimerFired():
                 self._timer(event.key, now_s)
             case LearnerJoined():
-                self._joined(event.learner, now_s)
+                self._joined(event.learner, event.session, now_s)
+            case LearnerReturned():
+                self._returned(event, now_s)
             case LearnerLeft():
-                self._left([event.learner], event.reason, now_s)
+                self._left([event.learner], event.reason, now_s, returns=event.returns)
+            case IslandAdded():
+                self.chips[event.learner] = event.chips
+                self._added_at_s[event.learner] = now_s
+            case IslandRemoved():
+                self._left([event.learner], event.reason, now_s, returns=False)
+                self._release(event.learner, now_s)
             case StopRequested():
                 self._finish(STOPPED, event.reason)
         return self._drain()
@@ -152,6 +189,7 @@ class SyncerCore:
         self.global_step += max(steps.values())
         if self._started_s is not None:
             self._started_s -= elapsed_s
+        self._added_at_s = {learner: at_s - elapsed_s for learner, at_s in self._added_at_s.items()}
 
     def _drain(self) -> tuple[SyncerEffect, ...]:
         effects, self._out = tuple(self._out), []
@@ -165,11 +203,11 @@ class SyncerCore:
 
     # ---- learners come and go ----------------------------------------------------------------------
 
-    def _joined(self, learner: str, now_s: float) -> None:
+    def _joined(self, learner: str, session: str, now_s: float) -> None:
         newer = "a newer connection of the same island"
         if self.phase in (FINAL, FINISHING):
             if learner in self.learners:
-                self._left([learner], newer, now_s)
+                self._left([learner], newer, now_s, returns=True)
             if self.phase == DONE:
                 return
             self._out.append(Disconnect(learner=learner, reason="the run is ending"))
@@ -177,20 +215,10 @@ class SyncerCore:
         if learner in self.learners:
             # It is here again at this very moment, so nothing is concluded from its absence.
             self._forget(learner, newer, now_s)
-        count = self.settings.num_fragments
         self.global_step = max(self.global_step, *self._cuts)
-        self.learners[learner] = LearnerState(
-            last_seen_s=now_s,
-            versions=list(self.versions),
-            merged_base=[-1] * count,
-            counted=[{} for _ in range(count)],
-            progress_at_s=now_s,
-            joined_at_step=self.global_step,
-            step=self.global_step,
-        )
-        self.expected.discard(learner)
-        self.ledger.join(learner)
+        self._open_stay(learner, session, self.global_step, self.versions, now_s)
         self._record("join", learner=learner, step=self.global_step)
+        self._quorum_may_be_back()
         if self.phase == RUNNING:
             self._send_state(learner, now_s)
             for fragment in sorted(self.rounds):
@@ -200,32 +228,116 @@ class SyncerCore:
         elif not self.expected:
             self._go(now_s)
 
+    def _open_stay(self, learner: str, session: str, step: int, versions: Sequence[int], now_s: float) -> None:
+        count = self.settings.num_fragments
+        self.learners[learner] = LearnerState(
+            last_seen_s=now_s,
+            versions=list(versions),
+            merged_base=[-1] * count,
+            counted=[{} for _ in range(count)],
+            progress_at_s=now_s,
+            last_cuts=[step] * count,
+            session=session,
+            joined_at_step=step,
+            step=step,
+        )
+        self.expected.discard(learner)
+        self.absent.discard(learner)
+        self.ledger.join(learner)
+
+    def _returned(self, event: LearnerReturned, now_s: float) -> None:
+        """A learner that trained on while it, or this syncer, was away."""
+        closed = self._closed.pop(event.session, None)
+        if closed is not None:
+            self._lost_meanwhile(event, closed)
+        ahead = any(v > newest for v, newest in zip(event.versions, self.versions, strict=True))
+        if closed is not None or ahead or self.phase == GATHERING:
+            # Its counters mean nothing here any more.
+            self._joined(event.learner, event.session, now_s)
+            return
+        state = self.learners.get(event.learner)
+        if state is None or state.session != event.session:
+            # It joined after the snapshot that we came back from, so no merge has happened since.
+            if state is not None:
+                self._forget(event.learner, "a newer process of the same island", now_s)
+            self._open_stay(event.learner, event.session, event.joined_at_step, event.versions, now_s)
+            state = self.learners[event.learner]
+        self.ledger.processed(event.learner, event.tokens)
+        for f in range(self.settings.num_fragments):
+            self._settle_returned(state, event, f)
+        self._progress(event.learner, state, event.step, state.step_time.value, now_s)
+        self._record("return", learner=event.learner, step=event.step)
+        self._quorum_may_be_back()
+        self._out.append(AcceptReturn(learner=event.learner, global_step=self.global_step))
+        self.uptime.change(now_s, len(self.learners))
+        for f, version in enumerate(event.versions):
+            if version < self.versions[f]:
+                self._out.append(Publish(fragment=f, version=self.versions[f], to=(event.learner,), taken=()))
+        if self.phase == FINAL:
+            self._out.append(StopLearners(to=(event.learner,), reason="the run has reached its target"))
+        for fragment in sorted(self.rounds):
+            self.rounds[fragment].asked.discard(event.learner)
+            self._ask_later(event.learner, fragment)
+        self._open_due(now_s)
+        self._check_end(now_s)
+
+    def _settle_returned(self, state: LearnerState, event: LearnerReturned, f: int) -> None:
+        """What was processed before its last install, and met no fate that is known here, was overwritten by it."""
+        version = event.versions[f]
+        since = state.counted[f].get(version)
+        before_install = self.ledger.settled(event.learner, f) - (since.tokens if since else 0)
+        missing = event.tokens - event.fragment_tokens[f] - before_install
+        if missing > 0:
+            self.ledger.settle(event.learner, f, LATE, missing, overlap=True)
+        oldest = self.versions[f] - self.settings.anchor_history
+        state.counted[f] = {base: c for base, c in state.counted[f].items() if base >= oldest}
+        state.counted[f].setdefault(version, Counted())
+        state.versions[f] = version
+        state.last_cuts[f] = event.step if event.sent_at[f] < 0 else event.sent_at[f] - 1
+
+    def _lost_meanwhile(self, event: LearnerReturned, closed: Closed) -> None:
+        """It was counted as gone, and trained on: those tokens enter no merge either."""
+        self.ledger.lose(max(0, event.tokens - closed.tokens))
+        steps = max(0, event.step - closed.step)
+        self._taken_steps[event.learner] = self._taken_steps.get(event.learner, 0) + steps
+        self._busy_s_of_gone += steps * (closed.step_time_s or 0.0) * self.chips.get(event.learner, 1)
+
     def _go(self, now_s: float) -> None:
         """Everybody starts together, from version 0."""
         self.phase = RUNNING
         self._started_s = now_s
         self._out.append(CancelTimer(key="start"))
+        self._set_snapshot_timer(now_s)
+        self._out.append(Persist())
         for learner in self._live():
             self._send_state(learner, now_s)
 
     def _send_state(self, learner: str, now_s: float) -> None:
         self.learners[learner].versions = list(self.versions)
-        self._out.append(SendState(learner=learner, global_step=self.global_step, versions=tuple(self.versions)))
+        self._out.append(
+            SendState(
+                learner=learner,
+                global_step=self.global_step,
+                versions=tuple(self.versions),
+                taken_steps=self._taken_steps.get(learner, 0),
+            )
+        )
         self.uptime.change(now_s, len(self.learners))
 
-    def _left(self, learners: Sequence[str], reason: str, now_s: float) -> None:
+    def _left(self, learners: Sequence[str], reason: str, now_s: float, *, returns: bool) -> None:
         """Go on without these: all of them are forgotten before anything is concluded."""
-        known = [m for m in learners if m in self.learners or m in self.expected]
+        here = [m for m in learners if m in self.learners or m in self.expected]
+        known = here if returns else [m for m in learners if m in here or m in self.absent]
+        for learner in here:
+            self._forget(learner, reason, now_s, returns=returns)
+        (self.absent.update if returns else self.absent.difference_update)(known)
+        if returns and self.phase == GATHERING and not self._out_of_time:
+            self.expected.update(here)
+            self.absent.difference_update(here)
         if not known:
             return
-        for learner in known:
-            self._forget(learner, reason, now_s)
-        available = len(self.learners) + len(self.expected)
-        if available < self.settings.quorum:
-            gone = ", ".join(known)
-            self._finish(
-                QUORUM_LOST, f"{available} learners left, the quorum is {self.settings.quorum}; {gone}: {reason}"
-            )
+        self._check_quorum(f"{', '.join(known)}: {reason}", now_s)
+        if self.phase == DONE:
             return
         if self.phase == GATHERING and self.learners and not self.expected:
             self._go(now_s)
@@ -235,14 +347,54 @@ class SyncerCore:
             self._take_early(fragment, now_s)
         self._check_end(now_s)
 
-    def _forget(self, learner: str, reason: str, now_s: float) -> None:
+    def _check_quorum(self, why: str, now_s: float) -> None:
+        """With fewer learners than the quorum: wait for those that may come back, or end.
+
+        In the final cut everything that is left is merged whoever it is from, so nobody else is needed.
+        """
+        available, quorum = len(self.learners) + len(self.expected), self.settings.quorum
+        if available >= quorum:
+            return
+        if self.phase == FINAL:
+            for current in self.rounds.values():
+                current.wait_for_all = True
+                current.awaited = set(self.learners)
+            return
+        if available + len(self.absent) < quorum or self.settings.quorum_timeout_s <= 0:
+            self._finish(QUORUM_LOST, f"{available} learners left, the quorum is {quorum}; {why}")
+        elif self._below_quorum_since_s is None:
+            self._below_quorum_since_s = now_s
+            timeout_s = self.settings.quorum_timeout_s
+            self._out.append(SetTimer(key="quorum", at_s=now_s + timeout_s))
+            self._record("waiting_for_quorum", available=available, quorum=quorum, timeout_s=timeout_s)
+
+    def _quorum_may_be_back(self) -> None:
+        if self._below_quorum_since_s is not None and len(self.learners) + len(self.expected) >= self.settings.quorum:
+            self._below_quorum_since_s = None
+            self._out.append(CancelTimer(key="quorum"))
+            self._record("quorum_back", available=len(self.learners), quorum=self.settings.quorum)
+
+    def _release(self, learner: str, now_s: float) -> None:
+        """An island's chips are not allotted any more."""
+        chips = self.chips.pop(learner, 0)
+        since_s = self._added_at_s.pop(learner, self._started_s)
+        if since_s is not None:
+            self._released_chip_s += chips * (now_s - since_s)
+
+    def _forget(self, learner: str, reason: str, now_s: float, *, returns: bool = True) -> None:
         """Close a learner's account and drop what is in hand of it: absent learners weigh zero."""
         self.expected.discard(learner)
         state = self.learners.pop(learner, None)
         if state is not None:
-            self._busy_s_of_gone += state.busy_s * self.settings.chips.get(learner, 1)
+            self._busy_s_of_gone += state.busy_s * self.chips.get(learner, 1)
+            if state.session:
+                tokens = self.ledger.processed_by(learner)
+                expelled = state.bad_in_a_row >= self.settings.max_bad_in_a_row
+                self._closed[state.session] = Closed(tokens, state.step, state.step_time.value, expelled)
+                if len(self._closed) > MAX_CLOSED:
+                    del self._closed[next(iter(self._closed))]
         self.ledger.leave(learner)
-        self._record("leave", learner=learner, reason=reason)
+        self._record("leave", learner=learner, reason=reason, returns=returns)
         if self.phase != GATHERING:
             self.uptime.change(now_s, len(self.learners))
         for c, _ in [e for e in self._early if e[0].learner == learner]:
@@ -278,19 +430,31 @@ class SyncerCore:
             return
         state.last_seen_s = now_s
         self.ledger.processed(event.learner, event.tokens)
-        if event.step_time_s is not None and event.step > state.step:
-            if state.step > state.joined_at_step:
-                # Not the first one, which warms up: it would look like slow hardware for a while.
-                state.step_time.add(event.step_time_s)
-            state.busy_s += event.step_time_s * (event.step - state.step)
-        if event.step > state.step:
-            training = [s.step for s in self.learners.values() if s.step < self.settings.target_steps]
-            self._clock += max(0, event.step - max(training, default=event.step))
-            state.step = event.step
-            state.progress_at_s = now_s
-        self.global_step = max(self.global_step, state.step)
+        if event.step_time_s is not None and event.step > state.step > state.joined_at_step:
+            # Not the first one, which warms up: it would look like slow hardware for a while.
+            state.step_time.add(event.step_time_s)
+        self._progress(event.learner, state, event.step, event.step_time_s, now_s)
         self._open_due(now_s)
         self._check_end(now_s)
+
+    def _progress(self, learner: str, state: LearnerState, step: int, step_time_s: float | None, now_s: float) -> None:
+        """A learner is at `step` now; each new one took `step_time_s`, as far as that is known."""
+        if step > state.step:
+            state.busy_s += (step_time_s or 0.0) * (step - state.step)
+            self._taken_steps[learner] = self._taken_steps.get(learner, 0) + step - state.step
+            training = [s.step for s in self.learners.values() if s.step < self.settings.target_steps]
+            self._clock += max(0, step - max(training, default=step))
+            state.step = step
+            state.progress_at_s = now_s
+        self.global_step = max(self.global_step, state.step)
+        if self._snapshot_due is not None and self._clock >= self._snapshot_due and self.phase in (RUNNING, FINISHING):
+            assert self.settings.snapshot_every_steps is not None
+            self._snapshot_due = self._clock + self.settings.snapshot_every_steps
+            self._out.append(TakeSnapshot(step=self.global_step))
+
+    def _set_snapshot_timer(self, now_s: float) -> None:
+        if self.settings.snapshot_every_s is not None:
+            self._out.append(SetTimer(key="snapshot", at_s=now_s + self.settings.snapshot_every_s))
 
     # ---- rounds ------------------------------------------------------------------------------------
 
@@ -321,7 +485,7 @@ class SyncerCore:
         awaited = live if wait_for_all else asked
         if not pulled:
             # Who joined at or after the step of this cut will not send it.
-            awaited = {m for m in live if self.learners[m].joined_at_step < self._cuts[fragment]}
+            awaited = {m for m in live if self.learners[m].last_cuts[fragment] < self._cuts[fragment]}
         current = Round(
             opened_at_s=now_s,
             asked=asked,
@@ -376,6 +540,7 @@ class SyncerCore:
         elif c.learner in current.entries:
             self._late(entry, keep=False)
         else:
+            state.bad_in_a_row = 0
             self._record_contribution("contribution", c)
             # A contribution contains the earlier ones from the same base.
             same_base = range(c.base_version, c.base_version + 1)
@@ -402,7 +567,7 @@ class SyncerCore:
             return False
         if current is None:
             # A fragment's cuts are H steps apart. Will anybody send an earlier one?
-            starts = [max(opened, s.joined_at_step) for s in self.learners.values()]
+            starts = [max(opened, s.last_cuts[c.fragment]) for s in self.learners.values()]
             if self.phase == FINAL or all((cut - start - 1) // self.settings.inner_steps <= 0 for start in starts):
                 return False
         self._early.append((c, refused))
@@ -449,12 +614,16 @@ class SyncerCore:
         entry.unsettled = 0
         waiting.append(entry)
 
-    def _refuse(self, c: Contribution, reason: str, now_s: float) -> None:
+    def _refuse(self, c: Contribution, reason: str, now_s: float, *, bad: bool = False) -> None:
         state = self.learners.get(c.learner)
         if state is None or not self._has_fragment(c.fragment):
             self._out.append(DropPayload(handle=c.handle, reason=reason if state else "its learner is gone"))
             return
         state.last_seen_s = now_s
+        if bad and self._is_one_too_many(c.learner, state, reason):
+            self._refuse_entry(state.take_in_hand(c, self.versions[c.fragment]), reason)
+            self._expel(c.learner, state, reason, now_s)
+            return
         if self._hold_early(c, reason):
             return
         self._refuse_entry(state.take_in_hand(c, self.versions[c.fragment]), reason)
@@ -465,6 +634,24 @@ class SyncerCore:
         if c.learner not in current.entries:
             current.refused.add(c.learner)
             self._advance(c.fragment, now_s)
+
+    def _is_one_too_many(self, learner: str, state: LearnerState, reason: str) -> bool:
+        """Count a bad contribution of a learner."""
+        state.bad_in_a_row += 1
+        self._record("unhealthy", learner=learner, reason=reason, in_a_row=state.bad_in_a_row)
+        return state.bad_in_a_row >= self.settings.max_bad_in_a_row
+
+    def _expel(self, learner: str, state: LearnerState, reason: str, now_s: float) -> None:
+        """It takes part no more, until its process is another one."""
+        why = f"{state.bad_in_a_row} bad contributions in a row, the last one: {reason}"
+        self._record("expelled", learner=learner, reason=why)
+        self._out.append(Disconnect(learner=learner, reason=why))
+        self._left([learner], why, now_s, returns=True)
+
+    def is_expelled(self, session: str) -> bool:
+        """Whether this learner process was taken out; another one of its island may come."""
+        closed = self._closed.get(session)
+        return closed is not None and closed.expelled
 
     def _refuse_entry(self, entry: Entry, reason: str) -> None:
         c = entry.contribution
@@ -492,7 +679,7 @@ class SyncerCore:
     def _advance(self, fragment: int, now_s: float) -> None:
         """Merge, open the grace window, or go on waiting."""
         current = self.rounds.get(fragment)
-        if current is None or current.merge_started_s is not None:
+        if current is None or current.merge_started_s is not None or self.phase == DONE:
             return
         counted = {m for m, e in current.entries.items() if e.contribution.steps > 0}
         may_come = set(self.learners) - set(current.entries) - current.refused
@@ -548,16 +735,17 @@ class SyncerCore:
             if entry.contribution.weight <= 0.0:
                 self._out.append(DropPayload(handle=entry.contribution.handle, reason="zero steps weigh zero"))
         for entry in taken:
-            self._book_merged(entry)
+            self._book_merged(entry, current)
         current.merge_started_s = now_s
         current.merge_reason = reason
         current.members = tuple(e.contribution for e in taken)
         version = self.versions[fragment] + 1
         self._out.append(StartMerge(fragment=fragment, version=version, members=current.members))
 
-    def _book_merged(self, entry: Entry) -> None:
+    def _book_merged(self, entry: Entry, current: Round) -> None:
         c = entry.contribution
         state = self.learners[c.learner]
+        current.booked.append(Booked(entry, state, state.merged_base[c.fragment]))
         self.ledger.settle(c.learner, c.fragment, MERGED, entry.unsettled)
         self.ledger.reclaim(c.fragment, LATE, entry.late, overlap=entry.overlap)
         self.ledger.reclaim(c.fragment, REFUSED, entry.refused)
@@ -584,8 +772,9 @@ class SyncerCore:
         self.num_merges += 1
         self._merge_started_s[(fragment, event.version)] = current.merge_started_s
         self._merge_started_s.pop((fragment, event.version - self.settings.anchor_history), None)
+        if not current.pulled:
+            self._merged_cuts[fragment] = self._cuts[fragment]
         learners = tuple(sorted({c.learner for c in current.members}))
-        self._out.append(Publish(fragment=fragment, version=event.version, to=self._live(), taken=learners))
         total = sum(c.weight for c in current.members)
         quorum_at_s = current.quorum_at_s if current.quorum_at_s is not None else current.merge_started_s
         self._record(
@@ -603,6 +792,9 @@ class SyncerCore:
             reason=current.merge_reason,
             global_step=self.global_step,
         )
+        self._out.append(Persist())
+        if self.learners:
+            self._out.append(Publish(fragment=fragment, version=event.version, to=self._live(), taken=learners))
         if self.phase == FINAL and current.wait_for_all and current.pulled:
             self._final_left.discard(fragment)
         self._take_early(fragment, now_s)
@@ -660,10 +852,21 @@ class SyncerCore:
             self._advance(int(key.removeprefix("grace:")), now_s)
         elif key == "liveness":
             self._check_liveness(now_s)
-        elif key == "start" and self.phase == GATHERING:
+        elif key == "quorum" and self._below_quorum_since_s is not None:
+            timeout_s, quorum = self.settings.quorum_timeout_s, self.settings.quorum
+            self._finish(QUORUM_LOST, f"{len(self.learners)} learners for {timeout_s:g} s, the quorum is {quorum}")
+        elif key == "snapshot" and self.phase in (RUNNING, FINISHING):
+            self._out.append(TakeSnapshot(step=self.global_step))
+            self._set_snapshot_timer(now_s)
+        elif key == "start" and self.phase != GATHERING:
+            missing = ", ".join(sorted(self.expected))
+            self.expected.clear()
+            self._check_quorum(f"{missing}: not there in time", now_s)
+        elif key == "start":
             missing = ", ".join(sorted(self.expected))
             # They may still join, but nobody counts on them any more.
             self.expected.clear()
+            self._out_of_time = True
             if len(self.learners) >= self.settings.quorum:
                 self._record("warning", message=f"starting without {missing}: not there in time")
                 self._go(now_s)
@@ -676,7 +879,7 @@ class SyncerCore:
         reason = f"unheard of for {timeout_s:g} s"
         for learner in silent:
             self._out.append(Disconnect(learner=learner, reason=reason))
-        self._left(silent, reason, now_s)
+        self._left(silent, reason, now_s, returns=True)
         if self.phase == DONE:
             return
         self._out.append(SetTimer(key="liveness", at_s=now_s + timeout_s / 4))
@@ -694,6 +897,8 @@ class SyncerCore:
     def _check_end(self, now_s: float) -> None:
         """Move on through finishing and final when what they wait for has happened."""
         target = self.settings.target_steps
+        if self._below_quorum_since_s is not None:
+            return  # those who are away may come back, and the end wants a quorum to begin with
         if self.phase == RUNNING and self.global_step >= target:
             self.phase = FINISHING
             self._finish_awaited = {m for m in self.learners if self._worth_waiting_for(m, now_s)}
@@ -701,10 +906,17 @@ class SyncerCore:
             awaited = [self.learners[m] for m in self._finish_awaited if m in self.learners]
             if all(s.step >= target or self._stalled(s, now_s) for s in awaited):
                 self._start_final_cut(now_s)
+        elif self.phase == FINAL and not self.learners and self._nothing_is_merging:
+            self.rounds.clear()
+            self._finish(COMPLETED, "the target is reached, and all learners have gone")
         elif self.phase == FINAL and not self._final_left and not self.rounds:
             if any(s.versions != self.versions for s in self.learners.values()):
                 return
             self._finish(COMPLETED, f"all learners hold the final version of all {len(self.versions)} fragments")
+
+    @property
+    def _nothing_is_merging(self) -> bool:
+        return all(current.merge_started_s is None for current in self.rounds.values())
 
     def _worth_waiting_for(self, learner: str, now_s: float) -> bool:
         """Whether the end waits until this learner has taken the target's steps too.
@@ -725,7 +937,9 @@ class SyncerCore:
         self.phase = FINAL
         self._final_left = set(range(self.settings.num_fragments))
         self._record("final_cut", global_step=self.global_step)
-        self._out.append(StopLearners(to=self._live(), reason="the run has reached its target"))
+        self._out.append(Persist())
+        if self.learners:
+            self._out.append(StopLearners(to=self._live(), reason="the run has reached its target"))
         for fragment in sorted({c.fragment for c, _ in self._early}):
             self._take_early(fragment, now_s)
         for fragment in sorted(self.rounds):
@@ -748,6 +962,6 @@ class SyncerCore:
         useful = self.ledger.useful_share
         if self._started_s is None or now_s <= self._started_s or useful is None:
             return None
-        chips = self.settings.chips
-        busy_s = self._busy_s_of_gone + sum(s.busy_s * chips.get(m, 1) for m, s in self.learners.items())
-        return useful * busy_s / (sum(chips.values()) * (now_s - self._started_s))
+        busy_s = self._busy_s_of_gone + sum(s.busy_s * self.chips.get(m, 1) for m, s in self.learners.items())
+        allotted = sum(chips * (now_s - self._added_at_s.get(m, self._started_s)) for m, chips in self.chips.items())
+        return useful * busy_s / (allotted + self._released_chip_s)

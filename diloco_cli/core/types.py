@@ -50,14 +50,60 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerJoined:
-    """A learner passed the layout check on all its connections; counters start at zero."""
+    """A learner passed the layout check on all its connections; counters start at zero.
+
+    session: names the learner's process, so that it is known again after a crash of the syncer.
+    """
 
     learner: LearnerId
+    session: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerReturned:
+    """A learner that has joined before is connected again, and has gone on training meanwhile.
+
+    Attributes:
+        step: its own step count; tokens: since its joining.
+        joined_at_step: the step it began with when it joined.
+        versions: per fragment: what it has installed last.
+        fragment_tokens: per fragment: tokens since that install.
+        sent_at: lock-step, per fragment: the step at which it sent what it sends once more now; -1: nothing.
+    """
+
+    learner: LearnerId
+    session: str
+    step: int
+    tokens: int
+    joined_at_step: int
+    versions: tuple[int, ...]
+    fragment_tokens: tuple[int, ...]
+    sent_at: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerLeft:
-    """A learner's connection closed, or the driver knows that its process ended."""
+    """A learner's connection closed, or the driver knows that its process ended.
+
+    returns: it may come back (its process is restarted, its link may heal); False: it is gone for good.
+    """
+
+    learner: LearnerId
+    reason: str
+    returns: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandAdded:
+    """An island that the run did not begin with: its learner may join from now on."""
+
+    learner: LearnerId
+    chips: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandRemoved:
+    """An island was taken out of the run: nobody expects anything of it any more."""
 
     learner: LearnerId
     reason: str
@@ -90,10 +136,14 @@ class ContributionReceived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContributionRefused:
-    """The driver refused a payload (NaN, infinity, wrong size) before it could count."""
+    """The driver refused a payload before it could count.
+
+    bad: the learner itself is to blame (NaN, infinity), not its base's age.
+    """
 
     contribution: Contribution
     reason: str
+    bad: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +186,10 @@ class StopRequested:
 
 SyncerEvent = (
     LearnerJoined
+    | LearnerReturned
     | LearnerLeft
+    | IslandAdded
+    | IslandRemoved
     | LearnerReport
     | LearnerAlive
     | ContributionReceived
@@ -171,6 +224,22 @@ class StartMerge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Persist:
+    """Make core.recovery's dump as of now outlast this process, with the parameters of all its versions.
+
+    Comes before what it is about is told to any learner: none ever holds what a restarted syncer does not know.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeSnapshot:
+    """Cut here, between two merges: all versions and the core's snapshot as of now, and every learner's own state
+    before it installs anything that is published after this."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Publish:
     """Send the fragment at `version` to these learners. `taken`: whose contribution is inside."""
 
@@ -182,11 +251,23 @@ class Publish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendState:
-    """Send a (re)joining learner all fragments with their versions, and the global step."""
+    """Send a (re)joining learner all fragments with their versions, and the global step.
+
+    taken_steps: steps that its island has taken in all its stays before: where it is in its data.
+    """
 
     learner: LearnerId
     global_step: int
     versions: tuple[int, ...]
+    taken_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptReturn:
+    """Tell a returned learner that it goes on with its counters; what it lacks is published to it after this."""
+
+    learner: LearnerId
+    global_step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,8 +328,11 @@ class Finish:
 SyncerEffect = (
     Pull
     | StartMerge
+    | Persist
+    | TakeSnapshot
     | Publish
     | SendState
+    | AcceptReturn
     | DropPayload
     | SetTimer
     | CancelTimer
@@ -291,7 +375,12 @@ class StopReceived:
     reason: str
 
 
-LearnerEvent = StepFinished | PullReceived | MergedReceived | StopReceived
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconnected:
+    """There is a new connection to the syncer, which knows nothing of what it had asked for on the old one."""
+
+
+LearnerEvent = StepFinished | PullReceived | MergedReceived | StopReceived | Reconnected
 
 # ---- effects out of LearnerCore -----------------------------------------------------------------
 

@@ -32,6 +32,7 @@ KINDS = (
     "cut",
     "slow_link",
     "clock",
+    "syncer",
 )
 MAX_EVENT = 600
 
@@ -65,6 +66,7 @@ def schedule(seed: int) -> Rules:
         lockstep=lockstep,
         same_offset=lockstep and chance.random() < 0.5,
         max_drift_steps=chance.randint(inner_steps, 2 * inner_steps) if bounded else None,
+        quorum_timeout_s=chance.choice([0.0, 1.0, 8.0]),
         latency_s=chance.choice([(0.0, 0.0), (0.001, 0.01), (0.001, 0.3), (0.1, 0.1)]),
         merge_s=chance.choice([(0.0, 0.0), (0.001, 0.02), (0.1, 0.4)]),
         report_every=chance.choice([1, 1, 3]),
@@ -83,6 +85,7 @@ def _fault(chance: random.Random, names: list[str], horizon_s: float) -> Fault:
         "slow": chance.choice([0.5, 4.0]),
         "cut": chance.choice([0.2, 1.0, 3.0, 9.0]),
         "slow_link": chance.choice([3.0, 10.0]),
+        "syncer": chance.choice([0.01, 0.2, 1.0, 6.0]),
         "clock": chance.choice([0.01, 0.5, 3.0, 30.0]),
     }.get(kind, 1.0)
     learner = chance.choice(names)

@@ -486,7 +486,9 @@ def test_refused_tokens_are_counted() -> None:
 
 
 def test_k_2_of_2_with_one_refused_for_ever_still_ends() -> None:
-    world = World(even(2, quorum=2, target_steps=40, faults=(Fault(0.0, "poison", "i1"),))).run()
+    world = World(
+        even(2, quorum=2, target_steps=40, max_bad_in_a_row=1_000, faults=(Fault(0.0, "poison", "i1"),))
+    ).run()
     assert world.finished is not None
     assert world.finished.status == "completed"
     assert {m for r in world.of("merge") for m in r["learners"]} == {"i0"}
@@ -576,11 +578,76 @@ def test_lockstep_rejoins_and_goes_on() -> None:
 def test_lockstep_heals_a_learner_whose_contributions_are_refused() -> None:
     """All wait for the merge, so there must be one, even if nothing is in it."""
     faults = (Fault(0.0, "poison", "i0"), Fault(1.5, "heal", "i0"))
-    world = World(even(1, lockstep=True, target_steps=40, faults=faults)).run()
+    world = World(even(1, lockstep=True, target_steps=40, max_bad_in_a_row=1_000, faults=faults)).run()
     assert world.finished is not None
     assert world.finished.status == "completed"
     assert [] in [r["learners"] for r in world.of("merge")]
     assert ["i0"] in [r["learners"] for r in world.of("merge")]
+
+
+def test_three_bad_contributions_in_a_row_take_a_learner_out_until_it_is_another_process() -> None:
+    faults = (Fault(0.0, "poison", "i1"), Fault(3.0, "heal", "i1"), Fault(3.5, "join", "i1"))
+    world = World(even(2, target_steps=60, faults=faults)).run()
+    assert [r["in_a_row"] for r in world.of("unhealthy")] == [1, 2, 3]
+    (expelled,) = world.of("expelled")
+    assert "3 bad contributions in a row" in expelled["reason"]
+    assert not any("i1" in r["learners"] for r in world.of("merge") if r["t"] < 3.5)
+    assert any("i1" in r["learners"] for r in world.of("merge") if r["t"] > 3.5)
+    assert world.finished is not None
+    assert world.finished.status == "completed"
+
+
+def test_a_good_contribution_ends_the_row() -> None:
+    """One or two bad ones (the next is on its way when the first is refused), good ones, bad ones again, ..."""
+    world = World(even(2, target_steps=60, num_fragments=1, faults=(Fault(0.0, "poison", "i1"),)))
+    tell = world._tell
+
+    def watch(event: object) -> None:
+        if isinstance(event, ContributionRefused):
+            world.poisoned = set()
+        elif isinstance(event, ContributionReceived) and event.contribution.learner == "i1":
+            world.poisoned = {"i1"}
+        tell(event)
+
+    world._tell = watch  # type: ignore[method-assign]
+    world.run()
+    assert len(world.of("unhealthy")) >= 4
+    assert not world.of("expelled")
+
+
+def test_below_the_quorum_those_who_may_come_back_are_waited_for_and_no_longer_than_allowed() -> None:
+    kill = Fault(2.0, "kill", "i1")
+    waited = World(even(2, quorum=2, target_steps=60, quorum_timeout_s=5.0, faults=(kill,))).run()
+    assert waited.finished is not None
+    assert waited.finished.status == "quorum_lost"
+    assert waited.finished_s == pytest.approx(2.0 + 5.0, abs=0.01)
+    (said,) = waited.of("waiting_for_quorum")
+    assert (said["available"], said["quorum"], said["timeout_s"]) == (1, 2, 5.0)
+    back = World(
+        even(2, quorum=2, target_steps=60, quorum_timeout_s=5.0, faults=(kill, Fault(4.0, "join", "i1")))
+    ).run()
+    assert back.finished is not None
+    assert back.finished.status == "completed"
+    assert back.of("quorum_back")
+    at_once = World(even(2, quorum=2, target_steps=60, faults=(kill,))).run()
+    assert at_once.finished_s == pytest.approx(2.0, abs=0.01)
+
+
+def test_a_killed_syncer_costs_no_learner_a_step_and_no_merge() -> None:
+    crash = Fault(2.05, "syncer", "i0", 1.0)
+    world = World(even(3, target_steps=60, faults=(crash,))).run()
+    calm = World(even(3, target_steps=60)).run()
+    assert {m: s.core.step for m, s in world.current.items() if s.core} == {
+        m: s.core.step for m, s in calm.current.items() if s.core
+    }
+    assert len(world.of("return")) == 3
+    assert not world.of("leave")
+    tokens = world.syncer.ledger.summary()
+    assert tokens["lost"] == 0
+    assert tokens["processed"] == calm.syncer.ledger.summary()["processed"]
+    for f in range(3):
+        versions = [r["version"] for r in world.of("merge") if r["fragment"] == f]
+        assert versions == list(range(1, len(versions) + 1))
 
 
 # ---- Failure and return --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import schedules
 from schedules import KINDS, as_code, schedule, shrink, violation
 from world import Fault, Rules, World
 
+from diloco_cli.core import recovery
 from diloco_cli.core.learner import LearnerCore
 from diloco_cli.core.syncer import SyncerCore
 from diloco_cli.core.types import (
@@ -20,6 +21,8 @@ from diloco_cli.core.types import (
     DropPayload,
     InstallFragment,
     MergedReceived,
+    MergeFinished,
+    Persist,
     Publish,
     StopLearners,
 )
@@ -46,7 +49,7 @@ def test_everything_that_may_go_wrong_does_go_wrong() -> None:
         statuses[world.finished.status] += 1
         tokens.update({k: v for k, v in world.syncer.ledger.summary().items() if v})
         by_event += sum(f.at_event is not None for f in world.rules.faults)
-    assert set(happened) == set(KINDS)
+    assert set(happened) == {*KINDS, "return"}
     assert min(happened.values()) > 15
     assert set(phases) >= {"gathering", "running", "finishing", "final", "done"}
     assert set(statuses) == {"completed", "stopped", "quorum_lost"}
@@ -158,7 +161,43 @@ def sends_nothing_when_parked(patch: Patch) -> None:
     patch.setattr(LearnerCore, "_send_due", lambda self, *, stepped: [])
 
 
+def persists_only_the_start(patch: Patch) -> None:
+    handle = SyncerCore.handle
+
+    def changed(self: SyncerCore, event: Any, now_s: float) -> tuple[Any, ...]:
+        effects = handle(self, event, now_s)
+        return tuple(e for e in effects if not (isinstance(e, Persist) and isinstance(event, MergeFinished)))
+
+    patch.setattr(SyncerCore, "handle", changed)
+
+
+def dumps_merges_that_are_under_way(patch: Patch) -> None:
+    patch.setattr(recovery, "_take_back_what_is_in_hand", lambda core, saved: None)
+
+
+def settles_nothing_on_return(patch: Patch) -> None:
+    def changed(self: SyncerCore, state: Any, event: Any, f: int) -> None:
+        state.versions[f] = event.versions[f]
+
+    patch.setattr(SyncerCore, "_settle_returned", changed)
+
+
+def counts_on_learners_that_have_returned_already(patch: Patch) -> None:
+    returned = SyncerCore._returned
+
+    def changed(self: SyncerCore, event: Any, now_s: float) -> None:
+        rounds, self.rounds = self.rounds, {}
+        returned(self, event, now_s)
+        self.rounds |= rounds
+
+    patch.setattr(SyncerCore, "_returned", changed)
+
+
 BUGS = [
+    persists_only_the_start,
+    dumps_merges_that_are_under_way,
+    settles_nothing_on_return,
+    counts_on_learners_that_have_returned_already,
     leaks_late_payloads,
     forgets_a_learner_when_it_publishes,
     publishes_an_old_version,

@@ -12,17 +12,21 @@ books except to compare.
 from __future__ import annotations
 
 import heapq
+import json
 import math
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from diloco_cli.core import recovery
 from diloco_cli.core.learner import LearnerCore, LearnerSettings
 from diloco_cli.core.state import SyncerSettings
 from diloco_cli.core.syncer import DONE, FINAL, SyncerCore
 from diloco_cli.core.types import (
+    AcceptReturn,
     CancelTimer,
     Contribution,
     ContributionReceived,
@@ -37,11 +41,14 @@ from diloco_cli.core.types import (
     LearnerJoined,
     LearnerLeft,
     LearnerReport,
+    LearnerReturned,
     MergedReceived,
     MergeFinished,
+    Persist,
     Publish,
     Pull,
     PullReceived,
+    Reconnected,
     Record,
     SendFragment,
     SendState,
@@ -51,6 +58,7 @@ from diloco_cli.core.types import (
     StopLearners,
     StopReceived,
     StopRequested,
+    TakeSnapshot,
     TimerFired,
 )
 
@@ -68,6 +76,7 @@ class Fault:
     cut                              nothing passes its link for `factor` seconds; what was sent waits
     slow_link                        its latency is `factor` times as long
     clock                            the syncer's clock jumps forward by `factor` seconds (a machine that slept)
+    syncer                           the syncer's process is killed, and there again after `factor` seconds
 
     It happens at a time, or just before the event with that number (`at_event`), whatever that is.
     """
@@ -98,6 +107,9 @@ class Rules:
     finish_wait_s: float = 10.0
     heartbeat_timeout_s: float = 4.0
     start_timeout_s: float = 20.0
+    quorum_timeout_s: float = 0.0
+    """Above zero: killed learners count as ones that may come back."""
+    max_bad_in_a_row: int = 3
     latency_s: tuple[float, float] = (0.001, 0.05)
     merge_s: tuple[float, float] = (0.001, 0.02)
     jitter: float = 0.1
@@ -117,6 +129,16 @@ class Stay:
     learner: str
     open: bool = True
     hung: bool = False
+    connection: int = 0
+    """Grows with each loss of the connection; what was sent on an older one never arrives."""
+    connected: bool = True
+    announced: bool = True
+    """The syncer has heard who this is, where it stands, and so talks with it."""
+    session: str = ""
+    """Of the process, which may have several stays."""
+    joined_at_step: int = 0
+    unsettled: dict[int, Contribution] = field(default_factory=dict)
+    """Lock-step: per fragment, what was sent and has had no answer: sent again on a new connection."""
     core: LearnerCore | None = None
     busy: bool = False
     inbox: list[Any] = field(default_factory=list)
@@ -179,28 +201,35 @@ class World:
         self.records: list[tuple[float, str, dict[str, Any]]] = []
         self.effects: list[tuple[float, Any]] = []
         self.merging: dict[int, int] = {}
+        self.down = False
+        """The syncer's process is not there."""
+        self.life = 0
+        self.durable: str = ""
+        self._volatile: dict[tuple[int, int], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
+        """Per merge that is not persisted yet: whose tokens are in it."""
         self.finished: Finish | None = None
         self.finished_s = 0.0
         self.num_events = 0
         self._last_contribution: dict[str, tuple[Contribution, int]] = {}
         self.final = False
-        self.syncer = SyncerCore(
-            SyncerSettings(
-                num_fragments=rules.num_fragments,
-                chips=dict.fromkeys(rules.step_s, 1),
-                inner_steps=rules.inner_steps,
-                overlap_steps=rules.overlap_steps,
-                quorum=rules.quorum,
-                grace_safety=rules.grace_safety,
-                keep_late=rules.keep_late,
-                lockstep=rules.lockstep,
-                target_steps=rules.target_steps,
-                finish_tolerance=rules.finish_tolerance,
-                finish_wait_s=math.inf if rules.lockstep else rules.finish_wait_s,
-                heartbeat_timeout_s=rules.heartbeat_timeout_s,
-                start_timeout_s=rules.start_timeout_s,
-            )
+        self.settings = SyncerSettings(
+            num_fragments=rules.num_fragments,
+            chips=dict.fromkeys(rules.step_s, 1),
+            inner_steps=rules.inner_steps,
+            overlap_steps=rules.overlap_steps,
+            quorum=rules.quorum,
+            grace_safety=rules.grace_safety,
+            keep_late=rules.keep_late,
+            lockstep=rules.lockstep,
+            target_steps=rules.target_steps,
+            finish_tolerance=rules.finish_tolerance,
+            finish_wait_s=math.inf if rules.lockstep else rules.finish_wait_s,
+            heartbeat_timeout_s=rules.heartbeat_timeout_s,
+            start_timeout_s=rules.start_timeout_s,
+            quorum_timeout_s=rules.quorum_timeout_s,
+            max_bad_in_a_row=rules.max_bad_in_a_row,
         )
+        self.syncer = SyncerCore(self.settings)
         self.kept_bases: list[set[int]] = [{0} for _ in range(len(self.syncer.versions))]
 
     # ---- clock ----
@@ -254,6 +283,8 @@ class World:
         last_fault = max([0.0, *(f.at_s for f in r.faults)]) + sum(f.factor for f in r.faults if f.kind == "cut")
         if any(f.at_event is not None for f in r.faults):
             last_fault += (r.target_steps + 1) * slowest
+        crashes = [f.factor for f in r.faults if f.kind == "syncer"]
+        last_fault += sum(crashes) + len(crashes) * (r.heartbeat_timeout_s + r.start_timeout_s) + r.quorum_timeout_s
         latency_s = r.latency_s[1] * max([1.0, *(f.factor for f in r.faults if f.kind == "slow_link")])
         round_trip_s = 4 * latency_s + r.merge_s[1] + slowest
         per_step = slowest + (r.num_fragments * round_trip_s if r.lockstep or r.max_drift_steps else 0.0)
@@ -278,6 +309,11 @@ class World:
     def _link(
         self, stay: Stay, channel: str, deliver: Callable[[], None], lost: Callable[[], None] | None = None
     ) -> None:
+        if not stay.connected or self.down:
+            if lost is not None:
+                lost()
+            return
+        connection = stay.connection
         latency_s = self._latency() * self.link_factor[stay.learner]
         when = max(self.now_s + latency_s, stay.last_delivery_s[channel], self.cut_until_s[stay.learner])
         stay.last_delivery_s[channel] = when
@@ -285,6 +321,8 @@ class World:
         stay.under_way[channel].append((deliver, lost))
 
         def arrive() -> None:
+            if stay.connection != connection:
+                return  # lost with its connection
             until_s = self.cut_until_s[stay.learner]
             if stay.open and until_s > self.now_s:  # cut while it was on its way
                 self.at(until_s, arrive)
@@ -301,12 +339,12 @@ class World:
     # ---- the syncer's driver ----
 
     def _tell(self, event: Any) -> None:
-        if self.finished is not None:
+        if self.finished is not None or self.down:
             return
-        before = list(self.syncer.versions)
+        before, phase = list(self.syncer.versions), self.syncer.phase
         effects = self.syncer.handle(event, self.syncer_s)
         self.phases.add(self.syncer.phase)
-        self._check_versions(before, event)
+        self._check_versions(before, phase, event)
         self._perform(effects)
         self._forget_bases()
         self._check_state()
@@ -318,6 +356,7 @@ class World:
             kept &= self.syncer.bases_in_use(f)
 
     def _perform(self, effects: Sequence[Any]) -> None:
+        self.returning: set[str] = set()
         for effect in effects:
             if self.finished is not None:
                 raise Violation(f"{effect} after the end")
@@ -327,16 +366,30 @@ class World:
                     self._check_addressees(effect)
                     for learner in effect.to:
                         self._down(learner, "control", PullReceived(fragment=effect.fragment))
+                case Persist():
+                    self.durable = json.dumps(recovery.dump(self.syncer, self.syncer_s))
+                    versions = self.syncer.versions
+                    self._volatile = {k: v for k, v in self._volatile.items() if k[1] > versions[k[0]]}
+                case AcceptReturn():
+                    self._check_addressees(effect)
+                    self.returning.add(effect.learner)
+                    self._down(effect.learner, "control", effect)
+                case TakeSnapshot():
+                    pass
                 case Publish():
                     self._check_addressees(effect)
                     if effect.version != self.syncer.versions[effect.fragment]:
                         raise Violation(f"published {effect}, the newest is {self.syncer.versions}")
-                    if set(effect.to) != set(self.syncer.learners):
+                    if self.returning:
+                        if not set(effect.to) <= self.returning:
+                            raise Violation(f"{effect} is not for {self.returning}")
+                    elif set(effect.to) != set(self.syncer.learners):
                         raise Violation(f"{effect} is not for all of {sorted(self.syncer.learners)}")
                     for learner in effect.to:
                         self._down_bulk(learner, effect)
                 case SendState():
                     self._check_addressees(effect)
+                    self._begin_anew(effect.learner)
                     self._down(effect.learner, "control", effect)
                 case StopLearners():
                     self.final = True
@@ -354,7 +407,7 @@ class World:
                 case Disconnect():
                     stay = self.current.get(effect.learner)
                     if stay is not None and effect.learner not in self.syncer.learners:
-                        self._close(stay)
+                        self._cut_off(stay, effect.reason)
                 case Record():
                     self.records.append((self.now_s, effect.event, dict(effect.data)))
                 case Finish():
@@ -363,8 +416,9 @@ class World:
                     raise Violation(f"unknown effect {effect}")
 
     def _check_addressees(self, effect: Any) -> None:
-        to = (effect.learner,) if isinstance(effect, SendState) else effect.to
-        gone = [m for m in to if m not in self.current or not self.current[m].open]
+        to = (effect.learner,) if isinstance(effect, SendState | AcceptReturn) else effect.to
+        # Who was there when the syncer died is spoken to until it is missed.
+        gone = [m for m in to if m not in self.current or not (self.current[m].open or self.life)]
         if gone or list(to) != sorted(set(to)) or not to:
             raise Violation(f"{effect} to {gone}, who are gone (or no order, or nobody)")
 
@@ -374,8 +428,10 @@ class World:
         self._wake(effect.key, effect.at_s)
 
     def _wake(self, key: str, at_s: float) -> None:
+        life = self.life
+
         def fire() -> None:
-            if self.timers.get(key) == at_s and self.syncer_s >= at_s - EPSILON_S:
+            if life == self.life and self.timers.get(key) == at_s and self.syncer_s >= at_s - EPSILON_S:
                 del self.timers[key]
                 self._tell(TimerFired(key=key))
 
@@ -392,6 +448,7 @@ class World:
             raise Violation(f"members out of order or twice: {keys}")
         with_steps = {c.learner for c in effect.members if c.steps >= 1}
         current = s.rounds[effect.fragment]
+        members: list[tuple[tuple[int, int], tuple[int, int]]] = []
         if not r.lockstep and not (s.phase == FINAL and current.wait_for_all) and len(with_steps) < r.quorum:
             raise Violation(f"a merge of {sorted(with_steps)} with a quorum of {r.quorum}")
         for c in effect.members:
@@ -414,9 +471,14 @@ class World:
                 if sent.first_token < last and first < sent.last_token:
                     raise Violation(f"{c}: tokens {sent} were merged before as {(first, last)}")
             runs.append((sent.first_token, sent.last_token))
+            members.append(((sent.stay, sent.fragment), runs[-1]))
         self.merging[effect.fragment] = effect.version
+        self._volatile[effect.fragment, effect.version] = members
+        life = self.life
 
         def finish() -> None:
+            if life != self.life:
+                return
             del self.merging[effect.fragment]
             self._tell(MergeFinished(fragment=effect.fragment, version=effect.version))
 
@@ -432,10 +494,10 @@ class World:
 
     # ---- invariants ----
 
-    def _check_versions(self, before: list[int], event: Any) -> None:
+    def _check_versions(self, before: list[int], phase: str, event: Any) -> None:
         after = self.syncer.versions
         grown = [f for f, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
-        wanted = [event.fragment] if isinstance(event, MergeFinished) and self.syncer.phase != DONE else []
+        wanted = [event.fragment] if isinstance(event, MergeFinished) and phase != DONE else []
         if grown != wanted and not (isinstance(event, MergeFinished) and not grown and self.finished):
             raise Violation(f"{event} changed versions {before} to {after}")
         if any(after[f] != before[f] + 1 for f in grown):
@@ -446,7 +508,8 @@ class World:
         if not r.lockstep and len(s.rounds) > max(1, r.overlap_steps):
             raise Violation(f"{len(s.rounds)} rounds at once")
         available = len(s.learners) + len(s.expected)
-        if available < r.quorum and self.finished is None:
+        waits = bool(r.quorum_timeout_s) and "quorum" in self.timers
+        if available < r.quorum and self.finished is None and s.phase != FINAL and not waits:
             raise Violation(f"{available} learners left with a quorum of {r.quorum}, and no end")
         for fragment in range(r.num_fragments):
             row = s.ledger.of_fragment(fragment)
@@ -480,9 +543,11 @@ class World:
         s, r = self.syncer, self.rules
         assert self.finished is not None
         left = len(s.learners) + len(s.expected)
-        if (self.finished.status == "quorum_lost") != (left < r.quorum or s.phase == "never"):
+        if self.finished.status == "quorum_lost" and not left < r.quorum:
             raise Violation(f"{self.finished} with {left} left and a quorum of {r.quorum}")
         if self.finished.status == "completed":
+            if left < r.quorum and not self.of("final_cut"):
+                raise Violation(f"completed with {left} left and a quorum of {r.quorum}")
             for learner in s.learners:
                 core = self.current[learner].core
                 if core is None or core.versions != s.versions:
@@ -511,24 +576,147 @@ class World:
         old = self.current.get(learner)
         if old is not None and old.open:
             self._close(old, tell=False)
-        stay = Stay(len(self.stays), learner)
+        stay = Stay(len(self.stays), learner, session=f"session {len(self.stays)}")
         self.stays.append(stay)
         self.current[learner] = stay
-        self._tell(LearnerJoined(learner=learner))
+        if self.down:
+            stay.connected = False  # it knocks until somebody is there
+            return
+        stay.announced = True
+        self._tell(LearnerJoined(learner=learner, session=stay.session))
         if learner in self.syncer.learners:
             self.at(self.now_s + self.rules.heartbeat_timeout_s / 3, lambda: self._heartbeat(stay))
         elif self.finished is None:
             self._close(stay, tell=False)
 
     def _heartbeat(self, stay: Stay) -> None:
-        if stay.open and self.finished is None:
+        if stay.open and stay.connected and self.finished is None:
             self._up_control(stay, LearnerAlive(learner=stay.learner))
             self.at(self.now_s + self.rules.heartbeat_timeout_s / 3, lambda: self._heartbeat(stay))
 
     def _close(self, stay: Stay, *, tell: bool = False, reason: str = "killed") -> None:
         was_open, stay.open = stay.open, False
-        if was_open and tell:
-            self._tell(LearnerLeft(learner=stay.learner, reason=reason))
+        if was_open and tell and stay.connected:
+            returns = self.rules.quorum_timeout_s > 0
+            self._tell(LearnerLeft(learner=stay.learner, reason=reason, returns=returns))
+
+    # ---- connections that end, and come back ----
+
+    def _begin_anew(self, learner: str) -> None:
+        """A learner that has trained before is told to start from Theta: its counters count no more."""
+        stay = self.current[learner]
+        if stay.core is None:
+            return
+        self._disconnect(stay)
+        stay.open = False
+        self.current[learner] = Stay(len(self.stays), learner, session=stay.session)
+        self.stays.append(self.current[learner])
+        self._heartbeat(self.current[learner])
+
+    def _disconnect(self, stay: Stay) -> None:
+        """Its connection is gone, with all that was on it; its process goes on."""
+        stay.connected = False
+        stay.connection += 1
+        for channel in stay.under_way.values():
+            for _, lost in channel:
+                if lost is not None:
+                    lost()
+            channel.clear()
+        stay.last_delivery_s.clear()
+
+    def _cut_off(self, stay: Stay, reason: str) -> None:
+        """The syncer closed its connection. One that lives, and was not turned away, tries again."""
+        if not stay.open or not stay.connected:
+            return
+        if stay.hung or stay.core is None or "ending" in reason or self.syncer.is_expelled(stay.session):
+            self._close(stay)
+            return
+        self._disconnect(stay)
+        at_s = max(self.cut_until_s[stay.learner], self.now_s) + self._latency()
+        self.at(at_s, lambda: self._reconnect(stay))
+
+    def _reconnect(self, stay: Stay) -> None:
+        if not stay.open or stay.hung or stay.connected or self.down or self.finished is not None:
+            return
+        stay.connected = True
+        self.happened["return"] += 1
+        core = stay.core
+        if core is None:
+            self._tell(LearnerJoined(learner=stay.learner, session=stay.session))
+        else:
+            self._learner_effects(stay, core.handle(Reconnected()))
+            event = LearnerReturned(
+                learner=stay.learner,
+                session=stay.session,
+                step=core.step,
+                tokens=stay.tokens,
+                joined_at_step=stay.joined_at_step,
+                versions=tuple(core.versions),
+                fragment_tokens=tuple(core.tokens),
+                sent_at=core.sent_at,
+            )
+            stay.reported_step = core.step
+            stay.announced = False
+
+            def announce() -> None:
+                stay.announced = True
+                self._tell(event)
+
+            self._link(stay, "up control", announce)
+            for c in stay.unsettled.values():
+                like = self.sent[c.handle]
+                again = replace(c, handle=self._new_handle(like))
+                # After what says who it is from, and to the same effect as before.
+                resend = partial(self._send_contribution, stay, again, refused=like.bad)
+                self._link(stay, "up control", resend, partial(self._settle, again.handle, "lost on the way"))
+        if stay.open:
+            self.at(self.now_s + self.rules.heartbeat_timeout_s / 3, lambda: self._heartbeat(stay))
+
+    def _syncer_dies(self, back_after_s: float) -> None:
+        self.down = True
+        self.life += 1
+        self.timers.clear()
+        self.merging.clear()
+        for merged in self._volatile.values():
+            for key, run in merged:
+                self.merged_tokens[key].remove(run)
+        self._volatile.clear()
+        for stay in self.stays:
+            if stay.open and stay.connected:
+                self._disconnect(stay)
+        for handle, sent in self.sent.items():
+            if not sent.fate and handle not in self._flying:
+                sent.fate = "lost with the syncer"
+        self.at(self.now_s + back_after_s, lambda: self._syncer_is_back(back_after_s))
+
+    def _syncer_is_back(self, elapsed_s: float) -> None:
+        self.down = False
+        if self.durable:
+            saved = json.loads(self.durable)
+            elapsed_s = self.syncer_s - saved["saved_at_s"]
+            self.syncer, effects = recovery.load(
+                self.settings,
+                saved,
+                self.syncer_s,
+                elapsed_s=elapsed_s,
+                patience_s=self.rules.heartbeat_timeout_s,
+            )
+        else:
+            self.syncer = SyncerCore(self.settings)
+            effects = self.syncer.start(self.syncer_s)
+        self.final = self.syncer.phase == FINAL
+        self.kept_bases = [{v, max(0, v - 1)} for v in self.syncer.versions]
+        for stay in self.stays:
+            if (
+                stay.open
+                and stay.core is not None
+                and any(v > newest for v, newest in zip(stay.core.versions, self.syncer.versions, strict=True))
+            ):
+                raise Violation(f"{stay.learner} has {stay.core.versions}, the syncer only {self.syncer.versions}")
+        self._perform(effects)
+        for stay in self.stays:
+            if stay.open and self.current.get(stay.learner) is stay:
+                self.at(self.now_s + self._latency(), lambda s=stay: self._reconnect(s))
 
     def _fault(self, fault: Fault) -> None:
         stay = self.current.get(fault.learner)
@@ -557,6 +745,8 @@ class World:
                 self.jumped_at_s = self.now_s
                 for key, at_s in list(self.timers.items()):
                     self._wake(key, at_s)
+            case "syncer" if not self.down:
+                self._syncer_dies(fault.factor)
             case "duplicate" if stay is not None and alive:
                 self._repeat(stay)
             case _:
@@ -588,10 +778,14 @@ class World:
 
     def _down(self, learner: str, channel: str, message: Any) -> None:
         stay = self.current[learner]
+        if not stay.announced:
+            return
         self._link(stay, f"down {channel}", lambda: self._deliver(stay, message))
 
     def _down_bulk(self, learner: str, effect: Publish) -> None:
         stay = self.current[learner]
+        if not stay.announced:
+            return
         handle = len(self.published) + 1
         self.published[handle] = ""
         message = MergedReceived(fragment=effect.fragment, version=effect.version, handle=handle)
@@ -605,6 +799,7 @@ class World:
             return
         if isinstance(message, SendState):
             r = self.rules
+            stay.joined_at_step = message.global_step
             stay.core = LearnerCore(
                 LearnerSettings(
                     num_fragments=r.num_fragments,
@@ -621,6 +816,8 @@ class World:
             stay.base_tokens = [0] * r.num_fragments
             stay.reported_step = message.global_step
             self._boundary(stay)
+            return
+        if isinstance(message, AcceptReturn):
             return
         if isinstance(message, MergedReceived):
             stay.arrived_s[message.handle] = self.now_s
@@ -702,21 +899,31 @@ class World:
             handle=handle,
         )
         self._last_contribution[stay.learner] = (c, stay.number)
+        if self.rules.lockstep:
+            stay.unsettled[f] = c
         self._send_contribution(stay, c, refused=bad)
 
     def _send_contribution(self, stay: Stay, c: Contribution, *, refused: bool) -> None:
-        event = ContributionRefused(contribution=c, reason="nan") if refused else ContributionReceived(contribution=c)
+        event: Any = ContributionReceived(contribution=c)
+        if refused:
+            event = ContributionRefused(contribution=c, reason="nan", bad=True)
         self._flying.add(c.handle)
 
         def arrive() -> None:
             self._flying.discard(c.handle)
-            self._tell(event)
+            if not stay.announced:
+                self._settle(c.handle, "came before its learner was known")
+                return
+            # As run.syncer_main does: what starts from parameters that a restarted syncer has not got is refused.
+            known = c.base_version in self.kept_bases[c.fragment] or c.base_version > self.syncer.versions[c.fragment]
+            self._tell(event if known or refused else ContributionRefused(contribution=c, reason="base unknown"))
 
         self._link(stay, "up bulk", arrive, lambda: self._settle(c.handle, "lost on the way"))
 
     def _install(self, stay: Stay, effect: InstallFragment) -> None:
         core, f = stay.core, effect.fragment
         assert core is not None
+        stay.unsettled.pop(f, None)
         self._use(effect.handle, "installed")
         if effect.tokens != stay.tokens - stay.base_tokens[f]:
             raise Violation(f"{effect}: the counters do not match {stay.tokens - stay.base_tokens[f]} tokens")
