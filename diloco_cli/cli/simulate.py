@@ -313,7 +313,7 @@ def _compose(typed: list[str], asked: Asked) -> tuple[Config, Scenario]:
     options.algorithms(asked)
     options.trials(asked)
     conf, overrides = split_conf(typed)
-    cfg = compose([*implied, *overrides], conf, simulated=True)
+    cfg = compose([*implied, *overrides], conf)
     keys = {word.partition("=")[0].lstrip("+~") for word in overrides}
     counted = asked.model is not None and asked.model not in presets
     return options.scenario(

@@ -155,7 +155,7 @@ def _links(scenario: Mapping[str, Any]) -> str:
 def _failures(scenario: Mapping[str, Any]) -> str:
     found = []
     if scenario["faults"]:
-        found.append(f"{len(scenario['faults'])} as written down")
+        found.append(f"{len(scenario['faults'])} planned (failures.events, failures.random)")
     if random := scenario["random_faults"]:
         found.append(
             f"an island goes every {format_duration(random['mean_time_between_s'])} on average and is back after"

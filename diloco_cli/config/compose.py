@@ -190,13 +190,12 @@ def recipe_path(conf: str | None) -> Path:
     raise ConfigError(f"conf: there is no recipe {conf!r}", where=f"conf={conf}", hint=hint)
 
 
-def compose(overrides: list[str], conf: str | None = None, *, simulated: bool = False) -> Config:
+def compose(overrides: list[str], conf: str | None = None) -> Config:
     """The checked configuration of one run.
 
     Args:
         overrides: KEY=VALUE in Hydra's grammar, as typed; no sweeps.
         conf: what stood behind `conf=`: a path or the bare name of a shipped recipe; None: first-run.
-        simulated: for `diloco simulate`, which takes failures on purpose.
 
     Raises:
         ConfigError: for everything that is wrong, whatever found it.
@@ -228,7 +227,7 @@ def compose(overrides: list[str], conf: str | None = None, *, simulated: bool = 
     assert isinstance(cfg, Config)
     _make_paths_absolute(cfg)
     try:
-        validate(cfg, simulated=simulated)
+        validate(cfg)
     except ConfigError as error:
         if error.where and keys.type_of(error.where) is not None:
             error.where = source.of(error.where)

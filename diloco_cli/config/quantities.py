@@ -50,6 +50,7 @@ _COUNT_UNITS: dict[str, Fraction] = {
 
 # At most 18 digits on either side: enough for anything real, and no way to make a huge integer.
 _QUANTITY = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z/]*)", re.ASCII)
+_STEP = re.compile(r"steps? ?([0-9]{1,12})|([0-9]{1,12}) ?steps?", re.ASCII)
 _LOOSE = re.compile(r"\s*([+-]?)\s*([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)?(?:[eE][+-]?[0-9]+)?\s*(.*?)\s*", re.DOTALL)
 
 
@@ -68,6 +69,20 @@ def parse_rate_bps(text: str, key: str = "") -> float:
 def parse_duration_s(text: str, key: str = "") -> float:
     """Seconds from ns, us, ms, s, min, h, d; zero ("0s") is allowed."""
     return float(_parse(text, key, "a duration", _DURATION_UNITS, example="40ms", zero=True))
+
+
+def is_step(text: str) -> bool:
+    """Whether this says a number of steps (step 200, 200 steps) rather than a time."""
+    return "step" in text.lower()
+
+
+def parse_step(text: str, key: str = "") -> int:
+    """Steps from "step 200" or "200 steps"; at least 1."""
+    found = _STEP.fullmatch(text.strip().lower())
+    number = int(found[1] or found[2]) if found else 0
+    if number < 1:
+        raise ConfigError(f"{key or 'step'}: {text!r} is not a number of steps", where=key, hint="step 200")
+    return number
 
 
 def parse_bytes(text: str, key: str = "") -> int:

@@ -20,7 +20,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from diloco_cli.config.quantities import parse_bytes, parse_count, parse_duration_s, parse_rate_bps
+from diloco_cli.config.quantities import (
+    is_step,
+    parse_bytes,
+    parse_count,
+    parse_duration_s,
+    parse_rate_bps,
+    parse_step,
+)
 from diloco_cli.errors import ConfigError
 
 
@@ -290,6 +297,8 @@ class IslandsConfig:
     """What all of them share."""
     named: dict[str, IslandOverride] = field(default_factory=dict)
     """What single ones have of their own, by name (islands.named.island-1.speed)."""
+    joined: int = 0
+    """Islands beyond `count` that have joined a running run (`diloco join`)."""
 
 
 @dataclass
@@ -355,24 +364,60 @@ class NetworkConfig:
 
 @dataclass
 class FailureEvent:
-    """One failure on purpose."""
+    """One failure on purpose. Its target is an island (one rank of it, its link) or the syncer."""
 
     at: str = "30s"
-    """A time (30s) or a step (step 200)."""
+    """A time since the start (30s), or a step of the foremost learner (step 200)."""
     kind: str = "crash"
-    """What happens."""
+    """crash, hang, slow, partition, degrade, preempt, corrupt or disk-full."""
     island: str | None = None
     """To which island."""
+    rank: int | None = None
+    """crash, hang, slow: only this rank of it; null: all."""
+    link: str | None = None
+    """partition, degrade: the same as island, the link of which is meant."""
+    syncer: bool = False
+    """crash, hang, slow, disk-full: to the syncer, instead of an island."""
+    duration: str | None = None
+    """How long it lasts; null: a crash or hang until it is restarted, everything else 5s."""
+    factor: float = 0.5
+    """slow: speed that is left, above 0 and below 1."""
+    bandwidth: str | None = None
+    """degrade: what is left of the rate, in both directions; null: as before."""
+    latency: str | None = None
+    """degrade: one-way delay meanwhile; null: as before."""
+    loss: float = 0.0
+    """degrade: share of packets that are lost, each costing a round trip until it is sent again."""
+    payload: str = "nan"
+    """corrupt: nan (the island's next contribution holds NaN) or bytes (a byte of it is changed on its way)."""
+
+
+@dataclass
+class RandomFailures:
+    """Failures drawn before the run, for each island on its own."""
+
+    mean_time_between: str | None = None
+    """Mean time between two failures of an island; null: none."""
+    repair_time: str = "30s"
+    """Mean time that an island is away after a crash, or a failure of another kind lasts."""
+    distribution: str = "exponential"
+    """Of both times: exponential, weibull (shape 0.7: failures come in bursts) or fixed."""
+    kinds: list[str] = field(default_factory=lambda: ["crash"])
+    """What happens, each as likely as the others: crash, hang, slow, partition, degrade, preempt or corrupt."""
+    seed: int | None = None
+    """Null: run.seed."""
+    horizon: str = "24h"
+    """Nothing is drawn beyond this time."""
 
 
 @dataclass
 class FailuresConfig:
-    """Failures on purpose."""
+    """Failures on purpose, drawn before the run and stored in its folder."""
 
     events: list[FailureEvent] = field(default_factory=list)
-    """A written schedule (not run yet)."""
-    random: dict[str, Any] | None = None
-    """Failures drawn at random from rates (not run yet)."""
+    """A written schedule."""
+    random: RandomFailures = field(default_factory=RandomFailures)
+    """Failures drawn at random from rates."""
 
 
 @dataclass
@@ -403,6 +448,8 @@ class InnerConfig:
     """Learning rate at the end, as a share of the peak."""
     decay_fraction: float = 0.2
     """wsd: the last share of the steps in which the rate decays."""
+    rejoin_warmup_steps: int = 20
+    """A learner that comes back without its optimizer's state: steps in which its rate grows from zero again."""
     autocast: Autocast = Autocast.auto
     """auto: bfloat16 where the device is made for it (not on CPUs)."""
     compile: bool = False
@@ -455,6 +502,15 @@ class SyncConfig:
     """A silent learner gives a sign of life this often; must be below heartbeat_timeout."""
     heartbeat_timeout: str = "10s"
     """A learner unheard of for this long counts in no quorum."""
+    quorum_timeout: str = "2min"
+    """With fewer learners than the quorum the run waits for them to come back, at most this long; then it ends."""
+    record: bool = False
+    """Keep every merged contribution in RUN/record/, so that `diloco replay` can repeat all merges."""
+
+    @property
+    def quorum_timeout_s(self) -> float:
+        """Seconds."""
+        return parse_duration_s(self.quorum_timeout, "sync.quorum_timeout")
 
     @property
     def min_fragment_num_bytes(self) -> int:
@@ -482,6 +538,10 @@ class LauncherConfig:
     """Longest time from launch until a learner has joined."""
     stop_timeout: str = "8s"
     """Longest orderly end before processes are killed."""
+    max_restarts: int = 10
+    """Starts of an island or syncer in a row that come to nothing, before it is given up; 0: none is restarted."""
+    restart_backoff: str = "1s"
+    """Wait before the second such start; doubles with each, up to 30s. The first one is at once."""
     debug: bool = False
     """Debug messages in logs/, and tracebacks with errors."""
 
@@ -494,6 +554,11 @@ class LauncherConfig:
     def stop_timeout_s(self) -> float:
         """Seconds."""
         return parse_duration_s(self.stop_timeout, "launcher.stop_timeout")
+
+    @property
+    def restart_backoff_s(self) -> float:
+        """Seconds."""
+        return parse_duration_s(self.restart_backoff, "launcher.restart_backoff")
 
 
 @dataclass
@@ -539,6 +604,10 @@ class RunConfig:
     """Validation of island-0's parameters every that many steps; 0: only at the end."""
     eval_sequences: int = 256
     """Validation sequences per evaluation."""
+    snapshot_every: str | None = "60s"
+    """Time (60s) or steps (step 500) between two snapshots; null: only at the end."""
+    snapshot_keep: int = 2
+    """The newest so many snapshots are kept."""
     trace_samples: bool = False
     """Write the sample ids of every island and step to samples/ISLAND.jsonl."""
 
@@ -546,6 +615,18 @@ class RunConfig:
     def finish_wait_s(self) -> float:
         """`finish_wait` in seconds."""
         return parse_duration_s(self.finish_wait, "run.finish_wait")
+
+    @property
+    def snapshot_every_s(self) -> float | None:
+        """Seconds between two snapshots; None if it is not a time."""
+        text = self.snapshot_every
+        return None if text is None or is_step(text) else parse_duration_s(text, "run.snapshot_every")
+
+    @property
+    def snapshot_every_steps(self) -> int | None:
+        """Steps between two snapshots; None if they are not steps."""
+        text = self.snapshot_every
+        return parse_step(text, "run.snapshot_every") if text is not None and is_step(text) else None
 
     def target_steps(self, tokens_per_step: float) -> int:
         """Inner steps of the fastest learner, given the tokens that all islands together process meanwhile."""
@@ -582,8 +663,8 @@ class Config:
     """How long, from which seed, and what is checked on the way."""
 
     def island_names(self) -> list[str]:
-        """island-0, island-1, ... in order."""
-        return [f"island-{i}" for i in range(self.islands.count)]
+        """island-0, island-1, ... in order; those that joined later come last."""
+        return [f"island-{i}" for i in range(self.islands.count + self.islands.joined)]
 
     def island(self, name: str) -> IslandConfig:
         """islands.each with what islands.named has for `name` put over it."""

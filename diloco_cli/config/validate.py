@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco_cli.config.quantities import parse_duration_s, parse_rate_bps
+from diloco_cli.config.quantities import is_step, parse_duration_s, parse_rate_bps, parse_step
 from diloco_cli.config.schema import (
     Algorithm,
     Config,
     DataKind,
+    FailureEvent,
     IslandConfig,
     ModelKind,
     Schedule,
@@ -76,23 +77,26 @@ _ISLAND_RANGES: dict[str, str] = {
     "speed": "(0, 1]",
     "threads": "[1, oo)",
 }
+FAILURE_KINDS = ("crash", "hang", "slow", "partition", "degrade", "preempt", "corrupt", "disk-full")
+"""As in core.faults, which this layer does not import."""
+_SYNCER_KINDS = ("crash", "hang", "slow", "disk-full")
+_LINK_KINDS = ("partition", "degrade")
+_RANK_KINDS = ("crash", "hang", "slow")
+_RANDOM_KINDS = FAILURE_KINDS[:-1]
+_DISTRIBUTIONS = ("exponential", "weibull", "fixed")
+_PAYLOADS = ("nan", "bytes")
+MAX_RANDOM_FAILURES = 100_000
 _NEED_PATH = (DataKind.auto, DataKind.text, DataKind.jsonl, DataKind.huggingface, DataKind.tokens)
 
 
-def validate(cfg: Config, environment: Mapping[str, str] | None = None, *, simulated: bool = False) -> None:
+def validate(cfg: Config, environment: Mapping[str, str] | None = None) -> None:
     """Raise the first of `problems`."""
-    for problem in problems(cfg, environment, simulated=simulated):
+    for problem in problems(cfg, environment):
         raise problem
 
 
-def problems(
-    cfg: Config, environment: Mapping[str, str] | None = None, *, simulated: bool = False
-) -> Iterator[ConfigError]:
-    """Everything that is wrong with `cfg` (and with the environment variables that we read), in order.
-
-    Args:
-        simulated: it is for `diloco simulate`, which takes failures on purpose (sim.options checks them).
-    """
+def problems(cfg: Config, environment: Mapping[str, str] | None = None) -> Iterator[ConfigError]:
+    """Everything that is wrong with `cfg` (and with the environment variables that we read), in order."""
     found = False
     for problem in _range_problems(cfg):
         found = True
@@ -101,8 +105,7 @@ def problems(
         # The rules below divide and compare; numbers out of range would only add nonsense.
         return
     for check in (_model, _data, _islands, _network, _failures, _inner, _sync, _times, _run):
-        if not (simulated and check is _failures):
-            yield from check(cfg)
+        yield from check(cfg)
     yield from _environment(os.environ if environment is None else environment)
 
 
@@ -295,9 +298,131 @@ def _located(error: ConfigError) -> ConfigError:
 
 
 def _failures(cfg: Config) -> Iterator[ConfigError]:
-    for name in ("events", "random"):
-        if getattr(cfg.failures, name):
-            yield _error(f"failures.{name}", "failure schedules are not run yet")
+    for i, event in enumerate(cfg.failures.events):
+        where = f"failures.events.{i}"
+        kind = event.kind.replace("_", "-")
+        if kind in FAILURE_KINDS:
+            yield from _failure_target(cfg, event, kind, where)
+            yield from _failure_figures(event, kind, where)
+        else:
+            yield _unknown_kind(f"{where}.kind", event.kind, FAILURE_KINDS)
+        yield from _failure_times(event, where)
+    yield from _random_failures(cfg)
+
+
+def _unknown_kind(key: str, kind: str, known: tuple[str, ...]) -> ConfigError:
+    close = nearest(kind, list(known))
+    return _error(key, f"there is no {kind!r}; there are {', '.join(known)}", close and f"kind: {close}")
+
+
+def _failure_target(cfg: Config, event: FailureEvent, kind: str, where: str) -> Iterator[ConfigError]:
+    """Exactly one of island, link and syncer, of a sort that this can happen to; and a rank that it has."""
+    given = [name for name in ("island", "link") if getattr(event, name) is not None]
+    given += ["syncer"] if event.syncer else []
+    if len(given) != 1:
+        says = f"{' and '.join(given)} are {len(given)} targets" if given else "it has no target"
+        yield _error(where, f"{says}; give one of island, link and syncer", "island: island-0")
+        return
+    if event.syncer and kind not in _SYNCER_KINDS:
+        yield _error(f"{where}.syncer", f"{kind} cannot happen to the syncer; {_or(_SYNCER_KINDS)} can")
+    if event.link is not None and kind not in _LINK_KINDS:
+        yield _error(
+            f"{where}.link", f"{kind} cannot happen to a link; {_or(_LINK_KINDS)} can", f"island: {event.link}"
+        )
+    name = event.island if event.island is not None else event.link
+    known = cfg.island_names()
+    if name is not None and name not in known:
+        span = known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"
+        close = nearest(name, known)
+        yield _error(
+            f"{where}.{given[0]}", f"there is no island {name!r}; there are {span}", close and f"{given[0]}: {close}"
+        )
+    elif event.rank is not None:
+        ranks = 1 if name is None else cfg.island(name).nproc_per_node
+        if kind not in _RANK_KINDS or event.syncer:
+            whom = "the syncer" if event.syncer else f"a {kind}"
+            yield _error(f"{where}.rank", f"{whom} has no rank; {_or(_RANK_KINDS)} of an island may have one")
+        elif not 0 <= event.rank < ranks:
+            yield _error(f"{where}.rank", f"{event.rank} is out of range; {name} has the ranks 0 to {ranks - 1}")
+
+
+def _or(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _failure_figures(event: FailureEvent, kind: str, where: str) -> Iterator[ConfigError]:
+    """factor, loss, payload, bandwidth and latency: in range, and only where they mean something."""
+    for name, interval in (("factor", "(0, 1)"), ("loss", "[0, 1)")):
+        value = getattr(event, name)
+        if wanted := _outside(value, interval):
+            yield _error(f"{where}.{name}", f"{value} is out of range; it must be {wanted}")
+    if event.payload not in _PAYLOADS:
+        yield _error(f"{where}.payload", f"{event.payload!r} is neither nan nor bytes")
+    worse = {"bandwidth": event.bandwidth, "latency": event.latency, "loss": event.loss or None}
+    if kind == "degrade" and not any(value is not None for value in worse.values()):
+        yield _error(where, "degrade: say what gets worse: bandwidth, latency or loss", "latency: 200ms")
+    for name, value in worse.items():
+        if kind != "degrade" and value is not None:
+            yield _error(f"{where}.{name}", f"{kind} does not change it; degrade does", "kind: degrade")
+
+
+def _failure_times(event: FailureEvent, where: str) -> Iterator[ConfigError]:
+    readers: list[tuple[str, str | None, Callable[[str, str], float]]] = [
+        ("at", event.at, parse_step if is_step(event.at) else parse_duration_s),
+        ("duration", event.duration, parse_duration_s),
+        ("bandwidth", event.bandwidth, parse_rate_bps),
+        ("latency", event.latency, parse_duration_s),
+    ]
+    for name, text, read in readers:
+        if text is None:
+            continue
+        try:
+            value = read(text, f"{where}.{name}")
+        except ConfigError as error:
+            yield _located(error)
+            continue
+        if name == "duration" and event.kind == "corrupt":
+            yield _error(f"{where}.duration", "corrupt is about one contribution and has no duration; leave it out")
+        elif name == "duration" and value <= 0:
+            yield _error(f"{where}.duration", f"{text} is out of range; it must be above zero")
+
+
+def _random_failures(cfg: Config) -> Iterator[ConfigError]:
+    chance, where = cfg.failures.random, "failures.random"
+    if chance.distribution not in _DISTRIBUTIONS:
+        close = nearest(chance.distribution, list(_DISTRIBUTIONS))
+        yield _error(
+            f"{where}.distribution",
+            f"there is no {chance.distribution!r}; there are {', '.join(_DISTRIBUTIONS)}",
+            close and f"{where}.distribution={close}",
+        )
+    if not chance.kinds:
+        yield _error(f"{where}.kinds", "empty; nothing could happen", f"{where}.kinds=[crash]")
+    for kind in chance.kinds:
+        if kind not in _RANDOM_KINDS:
+            yield _unknown_kind(f"{where}.kinds", kind, _RANDOM_KINDS)
+    if chance.seed is not None and _outside(chance.seed, _RANGES["run.seed"]):
+        wanted = _outside(chance.seed, _RANGES["run.seed"])
+        yield _error(f"{where}.seed", f"{chance.seed} is out of range; it must be {wanted}")
+    values: dict[str, float] = {}
+    for name in ("mean_time_between", "repair_time", "horizon"):
+        text = getattr(chance, name)
+        if text is None:
+            continue
+        try:
+            values[name] = parse_duration_s(text, f"{where}.{name}")
+        except ConfigError as error:
+            yield _located(error)
+            continue
+        if values[name] <= 0:
+            yield _error(f"{where}.{name}", f"{text} is out of range; it must be above zero")
+    between_s = values.get("mean_time_between", 0.0)
+    if between_s > 0 and values.get("horizon", 0.0) * len(cfg.island_names()) / between_s > MAX_RANDOM_FAILURES:
+        yield _error(
+            f"{where}.mean_time_between",
+            f"{chance.mean_time_between} in {chance.horizon} makes more than {MAX_RANDOM_FAILURES} failures",
+            f"{where}.horizon=1h",
+        )
 
 
 def _inner(cfg: Config) -> Iterator[ConfigError]:

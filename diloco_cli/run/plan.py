@@ -1,4 +1,4 @@
-"""What a run will be, worked out before anything starts: fragments, links, memory, steps, processes.
+"""What a run will be, worked out before anything starts: fragments, links, memory, steps, processes, faults.
 
 Owns: the numbers of `diloco train --dry-run` and how they are laid out as text. The model is built without storage.
 Must not start, open or write anything.
@@ -12,9 +12,12 @@ from typing import Any
 
 from diloco_cli.config.quantities import format_bytes, format_count, format_duration, format_rate
 from diloco_cli.config.schema import Config, InnerOptimizerKind, LinkDirection, Parallel, WireType
+from diloco_cli.core.faults import describe, from_json, to_json
+from diloco_cli.run.settings import fault_plan
 
 _FLOAT32 = 4
 _BLOCK = 256
+MAX_FAULT_LINES = 30
 _WIRE_BITS = {
     WireType.float32: 32,
     WireType.bfloat16: 16,
@@ -54,6 +57,7 @@ def make_plan(cfg: Config) -> dict[str, Any]:
             "sizes": [_fragment(cfg, f.fragment, f.numel, [s.name for s in f.slices]) for f in layout.fragments],
         },
         "links": [_link(cfg, name, sizes) for name in cfg.island_names()],
+        "faults": to_json(fault_plan(cfg)),
         "processes": [_learner(cfg, name, sizes) for name in cfg.island_names()] + [_syncer(cfg, sizes)],
     }
 
@@ -214,8 +218,21 @@ def render_plan(plan: dict[str, Any]) -> str:
             ["process", "ranks", "threads", "device", "parallel", "memory per rank, without activations"],
             [_process_row(processes) for processes in _alike(plan["processes"], "process")],
         ),
+        *_fault_lines(plan["faults"]),
     ]
     return "\n".join(lines)
+
+
+def _fault_lines(faults: list[dict[str, Any]]) -> list[str]:
+    if not faults:
+        return []
+    more = len(faults) - MAX_FAULT_LINES
+    return [
+        "",
+        f"  {len(faults)} fault{'' if len(faults) == 1 else 's'} on purpose",
+        *(f"    {describe(fault)}" for fault in from_json(faults[:MAX_FAULT_LINES])),
+        *([f"    and {more} more"] if more > 0 else []),
+    ]
 
 
 def _alike(items: list[dict[str, Any]], name: str) -> list[tuple[str, dict[str, Any]]]:

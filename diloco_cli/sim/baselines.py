@@ -11,24 +11,44 @@ neighbour, over its own link up and the neighbour's link down. A failure loses t
     data_parallel_elastic   when it is noticed the others regroup (`restart_s`) and go on; whoever comes back is waited
                             for once more: it regroups, and gets the parameters and two moments in float32 over its link
 
+Whoever is slow, or has a degraded link, is waited for by all: from the end of the step under way, while it lasts (what
+is lost on a link costs rate here, not delay). Corrupt gradients and full disks cost nothing here.
+
 Between failures all steps are alike: long stretches are not counted out, but taken from the mean of SAMPLED_STEPS.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from diloco_cli.core.faults import (
+    CORRUPT,
+    CRASH,
+    DEFAULT_DURATION_S,
+    DEGRADE,
+    DISK_FULL,
+    HANG,
+    PREEMPT,
+    SLOW,
+    Due,
+    Fault,
+)
 from diloco_cli.sim.engine import Streams
 from diloco_cli.sim.timeline import COMPUTING, DOWN, REJOINING, WAITING, Timeline
-from diloco_cli.sim.world import Fault, Tally, WorldSpec
+from diloco_cli.sim.world import RESTART_S, Tally, WorldSpec
 
 SAMPLED_STEPS = 2_000
 STATE_BYTES_PER_PARAMETER = 12
 # Failures that come faster than restarts leave no time to train: such a run is given up.
 GIVE_UP_AFTER = 200
+# What all wait for, but nobody stops for; and what is not felt at all.
+GENTLE, UNFELT = (SLOW, DEGRADE), (CORRUPT, DISK_FULL)
+NOTHING: Mapping[str, Fault] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +60,10 @@ class Outcome:
 
 
 def faults_of(spec: WorldSpec, streams: Streams) -> Iterator[Fault]:
-    """All faults in the order of their times: the same draws as in sim.world."""
-    upcoming = [(f.at_s, f.island, i, f) for i, f in enumerate(spec.faults)]
+    """All faults of islands with a time, in their order: the same draws as in sim.world. There is no syncer here."""
+    upcoming = [
+        (f.at_s, f.target, i, f) for i, f in enumerate(spec.faults) if f.at_s is not None and f.target in spec.learners
+    ]
     random_faults = spec.random_faults
 
     def draw(island: str, from_s: float) -> tuple[float, str, int, Fault]:
@@ -49,7 +71,7 @@ def faults_of(spec: WorldSpec, streams: Streams) -> Iterator[Fault]:
         chance = streams.of(f"faults/{island}")
         at_s = from_s + chance.expovariate(1.0 / random_faults.mean_time_between_s)
         repair_s = chance.expovariate(1.0 / random_faults.mean_repair_s) if random_faults.mean_repair_s > 0 else 0.0
-        return at_s, island, -1, Fault(at_s=at_s, island=island, duration_s=repair_s)
+        return at_s, island, -1, Fault(kind=CRASH, target=island, at_s=at_s, duration_s=repair_s)
 
     if random_faults is not None:
         upcoming += [draw(island, 0.0) for island in spec.learners]
@@ -58,17 +80,36 @@ def faults_of(spec: WorldSpec, streams: Streams) -> Iterator[Fault]:
         at_s, island, number, fault = heapq.heappop(upcoming)
         yield fault
         if number < 0:
+            assert fault.duration_s is not None
             heapq.heappush(upcoming, draw(island, at_s + fault.duration_s))
 
 
-def all_reduce_s(spec: WorldSpec, group: list[str]) -> float:
-    """Seconds of one ring all-reduce of all gradients."""
+def lasts_s(spec: WorldSpec, fault: Fault) -> float:
+    """Its length, or what sim.world takes where nothing was said."""
+    if fault.duration_s is not None:
+        return fault.duration_s
+    if fault.kind == HANG:
+        return spec.syncer.heartbeat_timeout_s + RESTART_S
+    return RESTART_S if fault.kind == CRASH else DEFAULT_DURATION_S
+
+
+def all_reduce_s(spec: WorldSpec, group: list[str], degraded: Mapping[str, Fault] = NOTHING) -> float:
+    """Seconds of one ring all-reduce of all gradients; some links are worse than usual."""
     count = len(group)
     if count < 2:
         return 0.0
-    links = [spec.learners[name].link for name in group]
-    rate_bps = min(min(link.up.rate_bps, link.down.rate_bps) for link in links)
-    delay_s = max(sum(d.latency_s + d.jitter_s / 2 for d in (link.up, link.down)) for link in links)
+    rates, delays = [], []
+    for name in group:
+        link, fault = spec.learners[name].link, degraded.get(name)
+        directions = (link.up, link.down)
+        if fault is None:
+            rates += [d.rate_bps for d in directions]
+            delays.append(sum(d.latency_s + d.jitter_s / 2 for d in directions))
+            continue
+        rates += [(fault.rate_bps or d.rate_bps) * (1.0 - fault.loss) for d in directions]
+        worse_s = fault.latency_s
+        delays.append(sum((d.latency_s if worse_s is None else worse_s) + d.jitter_s / 2 for d in directions))
+    rate_bps, delay_s = min(rates), max(delays)
     return 2 * (count - 1) * (sum(spec.up_bytes) / count * 8 / rate_bps + delay_s)
 
 
@@ -91,6 +132,11 @@ class DataParallel:
         self.restart_s = restart_s
         self.group = sorted(spec.learners)
         self.steps_left = spec.syncer.target_steps
+        self.slow: dict[str, float] = {}
+        self.degraded: dict[str, Fault] = {}
+        self._by_step = Due(f for f in spec.faults if f.at_step is not None and f.target in spec.learners)
+        self._ends: list[tuple[float, int, Fault]] = []
+        self._count = itertools.count()
         self.tally = Tally(
             tokens=dict.fromkeys(("processed", "merged", "late", "refused", "lost"), 0.0),
             learners={name: [0.0] * 5 for name in spec.learners},
@@ -107,15 +153,27 @@ class DataParallel:
         while self.steps_left > 0:
             if self.tally.time_s > give_up_s:
                 return self._end("stalled")
-            event_s = min(fault.at_s if fault else math.inf, returns[0][0] if returns else math.inf)
-            self._train_until(min(event_s, self.spec.duration_s))
+            fault_s = fault.at_s if fault is not None and fault.at_s is not None else math.inf
+            hard_s = min(fault_s, returns[0][0] if returns else math.inf)
+            gentle_s = self._ends[0][0] if self._ends else math.inf
+            if fault is not None and fault.kind in (*GENTLE, *UNFELT) and fault_s == hard_s:
+                gentle_s = min(gentle_s, fault_s)
+            event_s = min(hard_s, gentle_s)
+            gently = gentle_s == event_s and event_s < self.spec.duration_s
+            self._train_until(min(event_s, self.spec.duration_s), gently=gently)
             if self.steps_left <= 0:
                 break
+            if due := self._by_step.take(-math.inf, self._steps):
+                for one in due:
+                    self._fail(one, returns)
+                continue
             if self.tally.time_s >= self.spec.duration_s:
                 return self._end("stopped")
             if math.isinf(event_s):
                 return self._end("quorum_lost")
-            if fault is not None and fault.at_s <= event_s:
+            if self._ends and self._ends[0][0] <= event_s:
+                self._recover(heapq.heappop(self._ends)[2])
+            elif fault is not None and fault_s <= event_s:
                 self._fail(fault, returns)
                 fault = next(faults, None)
             else:
@@ -130,26 +188,39 @@ class DataParallel:
 
     # ---- steps ----
 
-    def _train_until(self, end_s: float) -> None:
-        """Whole steps until then; the one that does not fit is lost. Time passes in any case."""
+    @property
+    def _steps(self) -> int:
+        """Steps done."""
+        return self.spec.syncer.target_steps - self.steps_left
+
+    def _train_until(self, end_s: float, *, gently: bool) -> None:
+        """Whole steps until then, or the next fault by step; the one that does not fit is lost, or gently goes on.
+
+        Time passes in any case.
+        """
         t = self.tally
         if t.time_s >= end_s:
             return
         if self.group:
-            self._steps_until(end_s)
+            self._steps_until(end_s, gently=gently)
+        at_step = self._by_step.next_step
+        if at_step is not None and self._steps >= at_step:
+            return
         if self.steps_left > 0 and math.isfinite(end_s):
             t.time_s = max(t.time_s, end_s)
 
-    def _steps_until(self, end_s: float) -> None:
+    def _steps_until(self, end_s: float, *, gently: bool) -> None:
         t = self.tally
         began_s = t.time_s
-        reduce_s = all_reduce_s(self.spec, self.group)
+        reduce_s = all_reduce_s(self.spec, self.group, self.degraded)
+        at_step = self._by_step.next_step
+        left_then = 0 if at_step is None else max(0, self.spec.syncer.target_steps - at_step)
         overhead_s = reduce_s + self.spec.costs.step_overhead_s
         counted, computing_s = 0, dict.fromkeys(self.group, 0.0)
-        while self.steps_left > 0:
+        while self.steps_left > left_then and t.time_s < end_s:
             took = self._one_step()
             step_s = max(took.values()) + overhead_s
-            if t.time_s + step_s > end_s:
+            if t.time_s + step_s > end_s and not gently:
                 self._draw(took, COMPUTING, t.time_s)
                 self._book_lost(took, end_s - t.time_s)
                 return
@@ -162,7 +233,8 @@ class DataParallel:
             if not drawn and (counted >= SAMPLED_STEPS or self.spec.step_jitter == 0.0):
                 mean_s = (t.time_s - began_s) / counted
                 room = (end_s - t.time_s) / mean_s
-                steps = self.steps_left if room > self.steps_left else max(0, int(room) - 1)
+                left = self.steps_left - left_then
+                steps = left if room > left else max(0, int(room) - 1)
                 mean = {name: s * steps / counted for name, s in computing_s.items()}
                 self._book(computing_s=mean, steps=steps, seconds=steps * mean_s, reduce_s=steps * reduce_s)
                 began_s, computing_s = t.time_s, dict.fromkeys(self.group, 0.0)
@@ -175,7 +247,7 @@ class DataParallel:
             step_s = self.spec.learners[name].step_s
             if jitter > 0:
                 step_s *= 1.0 + jitter * (2.0 * self.streams.of(f"step/{name}").random() - 1.0)
-            took[name] = step_s
+            took[name] = step_s / self.slow.get(name, 1.0)
         return took
 
     def _draw_step(self, took: dict[str, float]) -> None:
@@ -205,7 +277,7 @@ class DataParallel:
         for name, s in computing_s.items():
             mine = t.learners[name]
             mine[0] += steps
-            mine[1] += s
+            mine[1] += s * self.slow.get(name, 1.0)
             mine[2] += slowest_s - s
             mine[3] += sent
             mine[4] += sent
@@ -225,22 +297,41 @@ class DataParallel:
     # ---- failures ----
 
     def _fail(self, fault: Fault, returns: list[tuple[float, str]]) -> None:
-        self._draw((n for n in self.group if n != fault.island), WAITING, self.tally.time_s)
-        self._draw([fault.island], DOWN, self.tally.time_s)
-        if fault.island not in self.group:
+        name = fault.target
+        if fault.kind in UNFELT:
+            return
+        at_s = self.tally.time_s if fault.at_s is None else fault.at_s
+        back_s = at_s + lasts_s(self.spec, fault)
+        if fault.kind in GENTLE:
+            if fault.kind == SLOW:
+                self.slow[name] = fault.factor
+            else:
+                self.degraded[name] = fault
+            heapq.heappush(self._ends, (back_s, next(self._count), fault))
+            return
+        self._draw((n for n in self.group if n != name), WAITING, self.tally.time_s)
+        self._draw([name], DOWN, self.tally.time_s)
+        if name not in self.group:
             # It is down, or waiting for the others' repair, already: down for longer, at most.
-            for i, (at_s, island) in enumerate(returns):
-                if island == fault.island:
-                    returns[i] = (max(at_s, fault.at_s + fault.duration_s), island)
+            for i, (until_s, island) in enumerate(returns):
+                if island == name:
+                    returns[i] = (max(until_s, back_s), island)
             heapq.heapify(returns)
             return
-        heapq.heappush(returns, (fault.at_s + fault.duration_s, fault.island))
+        heapq.heappush(returns, (back_s, name))
         if not self.elastic:
             self.group = []
             return
-        self.group.remove(fault.island)
-        noticed_s = 0.0 if fault.kind == "crash" else self.spec.syncer.heartbeat_timeout_s
+        self.group.remove(name)
+        noticed_s = 0.0 if fault.kind in (CRASH, PREEMPT) else self.spec.syncer.heartbeat_timeout_s
         self._stand_still(noticed_s + self.restart_s)
+
+    def _recover(self, fault: Fault) -> None:
+        """What was slow or degraded is no more, unless something else of its kind has begun since."""
+        if fault.kind == SLOW and self.slow.get(fault.target) == fault.factor:
+            del self.slow[fault.target]
+        elif fault.kind == DEGRADE and self.degraded.get(fault.target) is fault:
+            del self.degraded[fault.target]
 
     def _come_back(self, island: str, returns: list[tuple[float, str]]) -> None:
         if not self.elastic:

@@ -10,6 +10,9 @@ one event at the end of its last chunk, which is moved when control messages wen
 
 Arrival = departure + latency + U(0, jitter), never before an earlier arrival. Of the chunks of a bulk message the last
 ones count, as each may be the latest.
+
+A degraded link has another rate and latency meanwhile. With a loss p the rate is 1 - p of it, and a chunk of n packets
+is a round trip late with probability 1 - (1-p)^n.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ BURST_S = 0.02
 CHUNK_BYTES = 256 * 1024
 MIN_CHUNK_BYTES = 4 * 1024
 SEAL_BYTES = 21
+PACKET_BYTES = 1460
 MAX_JITTER_DRAWS = 8
 
 
@@ -66,6 +70,9 @@ class SimLink:
         self.rate_bps = rate_bps
         self.latency_s = latency_s
         self.jitter_s = jitter_s
+        self._healthy = (rate_bps, latency_s)
+        self._loss = 0.0
+        self._was_degraded = False
         self._chance = chance
         self._chunk_bytes = chunk_bytes(rate_bps)
         self._chunk_s = self._chunk_bytes * 8 / rate_bps
@@ -126,13 +133,14 @@ class SimLink:
         self._engine.at(max(message.end_s, begin_s), ARRIVAL, self._departed, message, self._session)
 
     def _departed(self, message: _Bulk, session: int) -> None:
-        if session != self._session:
+        if session != self._session or message.done:
             return
         now_s = self._engine.clock.now_s
         if message.end_s > now_s:
             # Control messages, or a cut, went in between.
             self._engine.at(message.end_s, ARRIVAL, self._departed, message, session)
             return
+        message.done = True
         self.bytes_sent += message.num_bytes
         self._deliver_at(self._arrival_s(now_s, message.num_bytes), message.deliver, message.args)
         self._begin_next()
@@ -150,6 +158,14 @@ class SimLink:
             for i in range(min(MAX_JITTER_DRAWS, 1 + num_bytes // self._chunk_bytes)):
                 left_s = depart_s - i * self._chunk_s
                 arrival_s = max(arrival_s, left_s + self.latency_s + self._chance.uniform(0.0, self.jitter_s))
+        if self._loss > 0:
+            packets = math.ceil(min(num_bytes, self._chunk_bytes) / PACKET_BYTES)
+            all_arrive = (1.0 - self._loss) ** packets
+            for i in range(min(MAX_JITTER_DRAWS, 1 + num_bytes // self._chunk_bytes)):
+                if self._chance.random() > all_arrive:
+                    # Sent, missed, sent again.
+                    arrival_s = max(arrival_s, depart_s - i * self._chunk_s + 3 * self.latency_s)
+        if self.jitter_s > 0 or self._was_degraded:
             arrival_s = max(arrival_s, self._last_arrival_s)
             self._last_arrival_s = arrival_s
         return arrival_s
@@ -182,6 +198,32 @@ class SimLink:
             bulk.end_s += lost_s
         if self._busy_until_s > now_s:
             self._busy_until_s += lost_s
+
+    def degrade(self, rate_bps: float | None, latency_s: float | None, loss: float) -> None:
+        """From now on the link has these figures; None: its own."""
+        own_bps, own_s = self._healthy
+        self.latency_s = own_s if latency_s is None else latency_s
+        self._loss = loss
+        self._was_degraded = True
+        self._set_rate((own_bps if rate_bps is None else rate_bps) * (1.0 - loss))
+
+    def restore(self) -> None:
+        """The link is its own again."""
+        self.degrade(None, None, 0.0)
+
+    def _set_rate(self, rate_bps: float) -> None:
+        """What has not departed yet does so at the new rate."""
+        now_s, before_bps, self.rate_bps = self._engine.clock.now_s, self.rate_bps, rate_bps
+        self._chunk_s = self._chunk_bytes * 8 / rate_bps
+        # Limited to unlimited takes no time; the reverse finds nothing that has not departed.
+        times = 1.0 if math.isinf(before_bps) else before_bps / rate_bps
+        base_s = max(now_s, self._cut_until_s)
+        if self._busy_until_s > base_s:
+            self._busy_until_s = base_s + (self._busy_until_s - base_s) * times
+        if (bulk := self._current) is not None and bulk.end_s > base_s:
+            bulk.end_s = base_s + (bulk.end_s - base_s) * times
+            bulk.began_s = base_s
+            self._engine.at(bulk.end_s, ARRIVAL, self._departed, bulk, self._session)
 
     def close(self) -> None:
         """The connections over this link are closed: what is on it, or waits for it, is lost."""

@@ -11,8 +11,9 @@ Step time. As given; or from the chip: 6 floating point operations per active pa
 backward), over chips x peak x utilization. With neither, that of H100 at DEFAULT_MFU, but at least SMALL_STEP_S: what
 the shipped recipes' small models take on a few processor cores.
 
-Failures. `--mtbi` is of one chip. An island of at most one slice (sim.scale) goes and comes as a whole, at the rate of
-its chips: RandomFaults, in the simulated protocol. A larger island loses slices and goes on: FailureModel.
+Failures. Those of the configuration are the plan of a real run (run.settings.fault_plan). `--mtbi` is of one chip. An
+island of at most one slice (sim.scale) goes and comes as a whole, at the rate of its chips: RandomFaults, in the
+simulated protocol. A larger island loses slices and goes on: FailureModel.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from diloco_cli.config.quantities import format_count, format_duration, parse_count, parse_duration_s, parse_rate_bps
-from diloco_cli.config.schema import Config, FailureEvent, ModelKind
+from diloco_cli.config.schema import Config, ModelKind
+from diloco_cli.core.faults import CRASH, HANG, Fault
 from diloco_cli.errors import ConfigError
+from diloco_cli.run.settings import fault_plan
 from diloco_cli.sim.results import ALGORITHMS, BANDWIDTH, INNER_STEPS, LEARNERS
 from diloco_cli.sim.scale import FailureModel
 from diloco_cli.sim.scenario import Scenario, fragment_sizes, llama_tensors
-from diloco_cli.sim.world import Fault, RandomFaults
+from diloco_cli.sim.world import RESTART_S, RandomFaults
 
 # Peak dense bfloat16 operations per second of one chip, without sparsity: the vendors' public data sheets.
 CHIPS: dict[str, float] = {
@@ -55,8 +57,6 @@ MAX_STEPS = 1_000_000_000
 MAX_ISLANDS, MAX_CHIPS = 1024, 1_000_000_000
 SOLVES = (BANDWIDTH, LEARNERS, INNER_STEPS)
 DEFAULT_UTILIZATION = 0.95
-KINDS = {"crash": "crash", "hang": "hang", "partition": "cut"}
-RANDOM_KEYS = ("mean_time_between", "repair_time", "distribution")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,12 +386,18 @@ def _step_time(
 def _failures(
     asked: Asked, cfg: Config, chips: Mapping[str, int]
 ) -> tuple[tuple[Fault, ...], RandomFaults | None, FailureModel | None, list[str]]:
-    """Written faults, and random ones of islands or of chips; the command line's come before the configuration's."""
+    """The configuration's plan, and random ones of islands or of chips as the command line says."""
     repair_s = None if asked.repair is None else parse_duration_s(asked.repair, "--repair")
     notes: list[str] = []
-    faults = tuple(_fault(event, i, cfg, repair_s) for i, event in enumerate(cfg.failures.events))
-    if faults and repair_s is None:
-        notes.append("an island of failures.events does not come back, as no --repair was given")
+    faults = tuple(
+        dataclasses.replace(f, duration_s=repair_s) if f.duration_s is None and f.kind in (CRASH, HANG) else f
+        for f in fault_plan(cfg)
+    )
+    if any(f.duration_s is None and f.kind in (CRASH, HANG) for f in faults):
+        notes.append(
+            f"an island that crashes without a duration is back after {format_duration(RESTART_S)}, one that hangs"
+            f" {cfg.sync.heartbeat_timeout} later, as no --repair was given"
+        )
     typical = FailureModel()
     if asked.mtbi is not None:
         mtbi_s = _positive_time("--mtbi", asked.mtbi)
@@ -412,56 +418,8 @@ def _failures(
                 f"an island is back {format_duration(repair_s)} after a failure on average, as no --repair was given"
             )
         return faults, RandomFaults(mean_time_between_s=mtbi_s / per_island, mean_repair_s=repair_s), None, notes
-    random_faults = _random(cfg.failures.random, repair_s)
-    if repair_s is not None and not faults and random_faults is None:
+    if repair_s is not None and not faults:
         raise ConfigError(
             "--repair, but nothing fails", where=f"--repair {asked.repair}", hint="--mtbi 30d, or failures.events"
         )
-    return faults, random_faults, None, notes
-
-
-def _fault(event: FailureEvent, index: int, cfg: Config, repair_s: float | None) -> Fault:
-    where = f"failures.events.{index}"
-    if event.kind not in KINDS:
-        raise ConfigError(
-            f"{where}.kind: {event.kind!r} cannot be simulated yet",
-            where=f"{where}.kind",
-            hint=f"one of {', '.join(KINDS)}",
-        )
-    if event.at.strip().lower().startswith("step"):
-        raise ConfigError(
-            f"{where}.at: {event.at!r} cannot be simulated yet; write a time", where=f"{where}.at", hint="at: 30s"
-        )
-    if event.island not in cfg.island_names():
-        raise ConfigError(
-            f"{where}.island: there is no island {event.island!r}", where=f"{where}.island", hint="island: island-0"
-        )
-    return Fault(
-        at_s=parse_duration_s(event.at, f"{where}.at"),
-        island=event.island,
-        kind=KINDS[event.kind],
-        duration_s=math.inf if repair_s is None else repair_s,
-    )
-
-
-def _random(random: Mapping[str, Any] | None, repair_s: float | None) -> RandomFaults | None:
-    """failures.random: {mean_time_between: 2h, repair_time: 5min}, of each island."""
-    if not random:
-        return None
-    where = "failures.random"
-    if unknown := [key for key in random if key not in RANDOM_KEYS]:
-        raise ConfigError(
-            f"{where}.{unknown[0]} cannot be simulated yet", where=where, hint=f"there are {', '.join(RANDOM_KEYS)}"
-        )
-    if random.get("distribution", "exponential") != "exponential":
-        raise ConfigError(f"{where}.distribution: only exponential times can be simulated yet", where=where)
-    if "mean_time_between" not in random:
-        raise ConfigError(f"{where}.mean_time_between: say how often", where=where, hint="mean_time_between: 2h")
-    between_s = parse_duration_s(str(random["mean_time_between"]), f"{where}.mean_time_between")
-    if between_s <= 0:
-        raise ConfigError(
-            f"{where}.mean_time_between: it must be above zero", where=where, hint="mean_time_between: 2h"
-        )
-    if repair_s is None:
-        repair_s = parse_duration_s(str(random.get("repair_time", "81s")), f"{where}.repair_time")
-    return RandomFaults(mean_time_between_s=between_s, mean_repair_s=repair_s)
+    return faults, None, None, notes

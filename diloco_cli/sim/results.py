@@ -27,6 +27,7 @@ from typing import Any
 
 from diloco_cli.config.quantities import format_rate
 from diloco_cli.config.schema import Algorithm, Config
+from diloco_cli.core.faults import to_json
 from diloco_cli.errors import ConfigError
 from diloco_cli.run.settings import is_lockstep
 from diloco_cli.sim.baselines import Outcome, run_data_parallel
@@ -117,7 +118,7 @@ def describe(cfg: Config, scenario: Scenario, *, seed: int, trials: int) -> dict
         "up_bps": [_finite(link.up.rate_bps) for link in links],
         "down_bps": [_finite(link.down.rate_bps) for link in links],
         "latency_s": [[link.up.latency_s, link.down.latency_s] for link in links],
-        "faults": [{**dataclasses.asdict(f), "duration_s": _finite(f.duration_s)} for f in scenario.faults],
+        "faults": _faults(scenario),
         "random_faults": dataclasses.asdict(random_faults) if random_faults is not None else None,
         "interruptions": dataclasses.asdict(scenario.interruptions) if scenario.interruptions is not None else None,
         "chips": _chips(cfg, scenario),
@@ -164,6 +165,12 @@ def run_once(
     world = World(world_spec(own, scenario), streams, jump=not scenario.exact, timeline=timeline).run()
     assert world.finish is not None
     return Outcome(world.finish.status, world.tally())
+
+
+def _faults(scenario: Scenario) -> list[dict[str, Any]]:
+    """As core.faults writes them; without end: null."""
+    plan = to_json(scenario.faults)
+    return [{**f, "duration_s": _finite(f["duration_s"])} if "duration_s" in f else f for f in plan]
 
 
 def figures(spec_chips: Mapping[str, int], tally: Tally) -> dict[str, float | None]:

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diloco_cli.config.schema import Config, ModelConfig, ModelKind, WireType
+from diloco_cli.core.faults import SYNCER, Fault
 from diloco_cli.core.fragments import EMBEDDING, HEAD, TensorSpec, build_layout
 from diloco_cli.errors import ConfigError
 from diloco_cli.run.settings import learner_settings, syncer_settings
 from diloco_cli.sim.scale import FailureModel
-from diloco_cli.sim.world import Costs, Fault, LearnerSpec, RandomFaults, WorldSpec
+from diloco_cli.sim.world import Costs, LearnerSpec, RandomFaults, WorldSpec
 
 WIRE_BITS = {
     WireType.float32: 32,
@@ -78,6 +79,7 @@ class Scenario:
             self.step_jitter > 0
             or self.random_faults is not None
             or self.interruptions is not None
+            or any(fault.loss > 0 for fault in self.faults)
             or any(d.jitter_s > 0 for link in links for d in (link.up, link.down))
         )
 
@@ -106,7 +108,8 @@ def check(cfg: Config, scenario: Scenario) -> None:
             raise ConfigError(f"the link of {name} has no bandwidth", where="network.bandwidth", hint='write "3gbps"')
     if scenario.duration_s <= 0:
         raise ConfigError("no time to simulate", where="duration", hint="write a time above zero")
-    if unknown := sorted({f.island for f in scenario.faults} - set(cfg.island_names())):
+    targets = {f.target for f in scenario.faults}
+    if unknown := sorted(targets - {SYNCER, *cfg.island_names()}):
         raise ConfigError(f"there is no {unknown[0]}", where="failures", hint=f"islands 0 to {count - 1} are there")
     random_faults = scenario.random_faults
     if random_faults is not None and (random_faults.mean_time_between_s <= 0 or random_faults.mean_repair_s < 0):

@@ -10,6 +10,15 @@ merged fragments before the rest, and goes on; while it waits every message is t
 when the welcome and all fragments are there. The syncer takes every event as it comes, and has one merge worker.
 Heartbeats are not events: just before the syncer looks who is silent it is told of the newest one of each learner.
 
+Faults are those of core.faults, on whole islands: what happens to a rank happens to its island. A crash is back after
+its duration; without one after RESTART_S, as its supervisor sees to it, and a hang is then noticed after the heartbeat
+timeout first. Who is preempted ends the step under way. A slow island takes longer over its steps. Bad bytes break the
+connection, NaN is refused, and a full disk costs no time. As in run.injector, a fault whose target is away waits.
+
+A syncer that crashes (one that hangs: that its supervisor has ended) goes on from what core.recovery dumped last; what
+was on the links or in its hands is lost, learners train on and return with their counters. One that is slow merges more
+slowly.
+
 Jumps. A run of 64 islands and 100,000 steps is 25 million messages. A long stretch without faults is steady: cycles of
 H steps look like each other. So when two halves of a window agree within STEADY, the window's figures are taken k times
 over and the learners' step counts move on by as much: the clock, the counters and everything in flight stay as they
@@ -20,18 +29,23 @@ disturbs (a join, a fault) is followed by a new window; small worlds never jump,
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from diloco_cli.config.schema import Link
+from diloco_cli.core import recovery
+from diloco_cli.core.faults import CORRUPT, DEFAULT_DURATION_S, DEGRADE, PARTITION, SYNCER, Due, Fault
 from diloco_cli.core.learner import LearnerCore, LearnerSettings
 from diloco_cli.core.state import SyncerSettings
 from diloco_cli.core.syncer import RUNNING, SyncerCore
 from diloco_cli.core.types import (
+    AcceptReturn,
     CancelTimer,
     Contribution,
     ContributionReceived,
+    ContributionRefused,
     DiscardPayload,
     Disconnect,
     DropPayload,
@@ -43,11 +57,14 @@ from diloco_cli.core.types import (
     LearnerJoined,
     LearnerLeft,
     LearnerReport,
+    LearnerReturned,
     MergedReceived,
     MergeFinished,
+    Persist,
     Publish,
     Pull,
     PullReceived,
+    Reconnected,
     Record,
     SendFragment,
     SendState,
@@ -71,6 +88,10 @@ WELCOME_BYTES, WELCOME_BYTES_PER_FRAGMENT = 110, 4
 CONTRIBUTION_HEAD_BYTES, MERGED_HEAD_BYTES = 213, 194
 CONNECT_ROUND_TRIPS = 3
 """TCP, TLS 1.3, hello."""
+RETURNING_BYTES, RETURNING_BYTES_PER_FRAGMENT = 150, 20
+RESTART_S = 5.0
+"""Until the supervisor of what has crashed has it running again, where nothing else was said."""
+ON_THE_LINK = (PARTITION, DEGRADE, CORRUPT)
 
 # Learner steps that are simulated without ever jumping: a second or two of computing.
 JUMP_ABOVE_LEARNER_STEPS = 40_000
@@ -79,21 +100,6 @@ HALF_WINDOW_STEPS, HALF_WINDOW_LEARNER_STEPS = 64, 2_000
 STEADY = 0.005
 # What never settles (many speeds, much chance) is taken as it is on average over so many steps of all learners.
 WINDOW_LEARNER_STEPS = 60_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """Something that goes wrong with an island.
-
-    Attributes:
-        kind: crash (its connections close at once), hang (it falls silent) or cut (its link lets nothing through).
-        duration_s: until it is repaired; infinity: never.
-    """
-
-    at_s: float
-    island: str
-    kind: str = "crash"
-    duration_s: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +227,8 @@ class SimLearner:
         self.down = down
         self.stay = 0
         self.connected = False
+        self.announced = True
+        """The syncer knows of it on this connection."""
         self.hung = False
         self.core: LearnerCore | None = None
         self.skipped_steps = 0
@@ -230,20 +238,36 @@ class SimLearner:
         self.heartbeat_bytes = 0.0
         self.connected_s = 0.0
         self.down_until_s = -math.inf
+        self.slow_until_s = -math.inf
+        self.slow_factor = 1.0
+        self.num_degraded = 0
+        self.waiting_faults: deque[Fault] = deque()
+        self.num_sessions = 0
         self.begin_stay()
+
+    @property
+    def session(self) -> str:
+        """Of its process, as the syncer knows it."""
+        return f"{self.name}/{self.num_sessions}"
 
     def begin_stay(self) -> None:
         """Forget what belongs to one connection."""
         self.stay += 1
         self.core = None
         self.busy = False
+        self.leaving = False
+        self.corrupt = ""
+        self.step_ends_s = -math.inf
         self.waits_since_s: float | None = None
         self.inbox: list[PullReceived | StopReceived | _Merged] = []
         self.states: dict[int, _Merged] = {}
         self.welcome: SendState | None = None
         self.held: dict[int, _Merged] = {}
+        self.unanswered: dict[int, Contribution] = {}
+        self.joined_at_step = 0
         self.tokens = 0
         self.stall_s = 0.0
+        self.slowed_s = 0.0
         self.reported_s = -math.inf
         self.progress_steps = 0
         self.progress_s = 0.0
@@ -301,6 +325,15 @@ class World:
         self.num_jumps = 0
         self._on_record = on_record
         self.learners = {name: self._learner(name, s) for name, s in spec.learners.items()}
+        self._faults = Due(spec.faults)
+        self._syncer_may_crash = any(f.target == SYNCER for f in spec.faults)
+        self._saved: dict[str, Any] = {}
+        """What a crashed syncer goes on from."""
+        self._syncer_down = False
+        self._syncer_life = 0
+        self._slow_merges_until_s = -math.inf
+        self._slow_merges_factor = 1.0
+        self._steps_left_out = 0
         self._timers: dict[str, float] = {}
         self._handle = 0
         self._merge_free_s = 0.0
@@ -339,8 +372,7 @@ class World:
         self._perform(self.syncer.start(0.0))
         for learner in self.learners.values():
             self._connect(learner)
-        for fault in self.spec.faults:
-            self._plan(fault.at_s, self._fault, fault)
+        self._plan_next_fault()
         for name in self.learners:
             self._plan_random_fault(name, 0.0)
         if math.isfinite(self.spec.duration_s):
@@ -371,7 +403,7 @@ class World:
     # ---- the syncer's driver (run.syncer_main) ----
 
     def _feed(self, event: SyncerEvent) -> None:
-        if self.finish is None:
+        if self.finish is None and not self._syncer_down:
             self._perform(self.syncer.handle(event, self.engine.clock.now_s))
 
     def _perform(self, effects: tuple[SyncerEffect, ...]) -> None:
@@ -388,7 +420,14 @@ class World:
                 case Publish():
                     for name in effect.to:
                         self._send_fragment(name, effect.fragment, effect.version)
+                case Persist():
+                    self._persist()
+                case AcceptReturn():
+                    learner = self.learners[effect.learner]
+                    learner.down.control(WELCOME_BYTES, self._accepted, learner)
                 case SendState():
+                    if self.learners[effect.learner].core is not None:
+                        self.learners[effect.learner].begin_stay()  # its counters count no more
                     size = WELCOME_BYTES + WELCOME_BYTES_PER_FRAGMENT * len(effect.versions)
                     learner = self.learners[effect.learner]
                     learner.down.control(size, self._welcomed, learner, effect)
@@ -441,17 +480,23 @@ class World:
         self._merge_free_s = begin_s + num_bytes / self.spec.costs.merge_bytes_per_s
         if self._body is not None:
             self._body.merge(effect)
+        if self._slow_merges_until_s > self.now_s:
+            self._merge_free_s = begin_s + (self._merge_free_s - begin_s) / self._slow_merges_factor
         finished = MergeFinished(fragment=effect.fragment, version=effect.version)
-        self.engine.at(self._merge_free_s, ARRIVAL, self._feed, finished)
+        self.engine.at(self._merge_free_s, ARRIVAL, self._merged, finished, self._syncer_life)
+
+    def _merged(self, finished: MergeFinished, life: int) -> None:
+        if life == self._syncer_life:
+            self._feed(finished)
 
     def _tell(self, name: str, num_bytes: int, message: PullReceived | StopReceived) -> None:
         learner = self.learners[name]
-        if learner.connected:
+        if learner.connected and learner.announced:
             learner.down.control(num_bytes, self._arrived, learner, message)
 
     def _send_fragment(self, name: str, fragment: int, version: int) -> None:
         learner = self.learners[name]
-        if learner.connected:
+        if learner.connected and learner.announced:
             size = MERGED_HEAD_BYTES + self.spec.down_bytes[fragment]
             learner.down.bulk(fragment, size, self._merged_arrived, learner, fragment, version)
 
@@ -469,10 +514,14 @@ class World:
     def _joined(self, learner: SimLearner, stay: int) -> None:
         if learner.stay != stay or learner.connected or learner.hung or learner.down_until_s > self.now_s:
             return
-        learner.connected = True
+        if self._syncer_down:
+            return  # it is called when somebody is there again
+        learner.connected = learner.announced = True
         learner.connected_s = self.engine.clock.now_s
         self._disturbed()
-        self._feed(LearnerJoined(learner=learner.name))
+        learner.num_sessions += 1
+        self._feed(LearnerJoined(learner=learner.name, session=learner.session))
+        self._apply_waiting(learner)
 
     def _disconnected(self, learner: SimLearner) -> None:
         """The syncer closes its connections. Who is only out of reach comes back when that is over."""
@@ -535,6 +584,7 @@ class World:
             if have > want:
                 self._tell_installed(learner, f, have, tokens=0, steps=0, step=core.step, waited_s=0.0)
         learner.core = core
+        learner.joined_at_step = core.step
         learner.states = {}
         if self._body is not None:
             self._body.load(learner.name, core.step, versions)
@@ -563,6 +613,9 @@ class World:
         core = learner.core
         assert core is not None
         now_s = self.engine.clock.now_s
+        if learner.leaving:
+            self._leave(learner)
+            return
         if core.waits_for:
             self._report(learner, force=True)
             learner.waits_since_s = now_s
@@ -576,6 +629,10 @@ class World:
             step_s *= 1.0 + self.spec.step_jitter * (2.0 * u - 1.0)
         until_s = now_s + learner.stall_s + step_s + self.spec.costs.step_overhead_s
         learner.stall_s = 0.0
+        learner.slowed_s = 0.0
+        if learner.slow_until_s > self.now_s:
+            until_s = self._slowed_end_s(learner, until_s - now_s)
+        learner.step_ends_s = until_s
         self.engine.at(until_s, STEP, self._step_done, learner, learner.stay, step_s)
 
     def _step_done(self, learner: SimLearner, stay: int, step_s: float) -> None:
@@ -587,19 +644,28 @@ class World:
                 until_s = learner.down_until_s - self.skipped.time_s
                 self.engine.at(until_s, STEP, self._step_done, learner, stay, step_s)
             return
+        if learner.step_ends_s > self.engine.clock.now_s:
+            # It was slowed down meanwhile.
+            self.engine.at(learner.step_ends_s, STEP, self._step_done, learner, stay, step_s)
+            return
         core = learner.core
         assert core is not None
         learner.busy = False
         learner.steps += 1
         learner.compute_s += step_s
         learner.progress_steps += 1
-        learner.progress_s += step_s
+        learner.progress_s += step_s + learner.slowed_s
         tokens = learner.spec.tokens if self._body is None else self._body.step(learner.name)
         learner.tokens += tokens
         self._perform_learner(learner, core.handle(StepFinished(tokens=tokens)))
         self._report(learner, force=bool(core.waits_for))
         self._take(learner)
         self._go_on(learner)
+        at_step = self._faults.next_step
+        if at_step is not None and core.step + self._steps_left_out >= at_step:
+            for fault in self._faults.take(-math.inf, core.step + self._steps_left_out):
+                self._disturbed()
+                self._fault(fault)
 
     def _end_wait(self, learner: SimLearner) -> None:
         if learner.waits_since_s is not None:
@@ -662,12 +728,28 @@ class World:
             self._encoded(learner, learner.stay, contribution)
 
     def _encoded(self, learner: SimLearner, stay: int, c: Contribution) -> None:
-        if learner.stay == stay:
-            size = CONTRIBUTION_HEAD_BYTES + self.spec.up_bytes[c.fragment]
+        if learner.stay != stay:
+            return
+        if self.spec.learner.lockstep:
+            learner.unanswered[c.fragment] = c
+        self._put_on_link(learner, c)
+
+    def _put_on_link(self, learner: SimLearner, c: Contribution) -> None:
+        if not (learner.connected and learner.announced):
+            return
+        size = CONTRIBUTION_HEAD_BYTES + self.spec.up_bytes[c.fragment]
+        corrupt, learner.corrupt = learner.corrupt, ""
+        if corrupt == "bytes":
+            learner.up.bulk(c.fragment, size, self._broken, learner)
+        elif corrupt:
+            refused = ContributionRefused(contribution=c, reason="it holds NaN", bad=True)
+            learner.up.bulk(c.fragment, size, self._feed, refused)
+        else:
             learner.up.bulk(c.fragment, size, self._feed, ContributionReceived(contribution=c))
 
     def _install(self, learner: SimLearner, effect: InstallFragment) -> None:
         merged = learner.held.pop(effect.handle)
+        learner.unanswered.pop(effect.fragment, None)
         core = learner.core
         assert core is not None
         if self._body is not None:
@@ -698,7 +780,8 @@ class World:
             step=step,
             waited_s=waited_s,
         )
-        learner.up.control(INSTALLED_BYTES, self._feed, event)
+        if learner.connected and learner.announced:
+            learner.up.control(INSTALLED_BYTES, self._feed, event)
 
     def _report(self, learner: SimLearner, *, force: bool) -> None:
         now_s = self.engine.clock.now_s
@@ -711,7 +794,8 @@ class World:
         total_s, learner.progress_s = learner.progress_s, 0.0
         mean_s = total_s / steps if steps else None
         step = core.step - learner.skipped_steps
-        learner.up.control(REPORT_BYTES, self._reported, learner, step, learner.tokens, mean_s)
+        if learner.connected and learner.announced:
+            learner.up.control(REPORT_BYTES, self._reported, learner, step, learner.tokens, mean_s)
 
     def _reported(self, learner: SimLearner, step: int, tokens: int, mean_s: float | None) -> None:
         step += learner.skipped_steps
@@ -721,28 +805,239 @@ class World:
 
     # ---- faults ----
 
-    def _fault(self, fault: Fault) -> None:
-        learner = self.learners[fault.island]
-        now_s = self.now_s
-        if learner.down_until_s > now_s:
+    def _plan_next_fault(self) -> None:
+        """One at a time: a day of random faults is thousands."""
+        at_s = self._faults.next_s
+        if at_s is not None:
+            self._plan(at_s, self._timed_faults, at_s)
+
+    def _timed_faults(self, at_s: float) -> None:
+        due = self._faults.take(at_s, -1)
+        self._plan_next_fault()
+        for fault in due:
+            self._fault(fault)
+
+    # ---- a syncer that fails ----
+
+    def _persist(self) -> None:
+        if self._syncer_may_crash:
+            self._saved = recovery.dump(self.syncer, self.engine.clock.now_s)
+
+    def _syncer_fault(self, fault: Fault) -> None:
+        if self._syncer_down or self.finish is not None:
             return
-        learner.down_until_s = now_s + fault.duration_s
         if self._on_record is not None:
-            self._on_record(now_s, "fault", {"learner": fault.island, "kind": fault.kind, "for_s": fault.duration_s})
+            self._on_record(self.now_s, "fault", {"learner": SYNCER, "kind": fault.kind, "for_s": fault.duration_s})
+        if fault.kind == "slow":
+            lasts_s = DEFAULT_DURATION_S if fault.duration_s is None else fault.duration_s
+            self._slow_merges_until_s, self._slow_merges_factor = self.now_s + lasts_s, fault.factor
+            self._plan(self._slow_merges_until_s, self._disturbed)
+        elif fault.kind == "hang":
+            # Silent until its supervisor ends it, or for as long as it was said.
+            noticed_s = self.spec.syncer.heartbeat_timeout_s if fault.duration_s is None else fault.duration_s
+            for learner in self.learners.values():
+                learner.up.cut(self.engine.clock.now_s + noticed_s)
+                learner.down.cut(self.engine.clock.now_s + noticed_s)
+            if fault.duration_s is None:
+                self._plan(self.now_s + noticed_s, self._syncer_dies, RESTART_S)
+        elif fault.kind == "crash":
+            self._syncer_dies(RESTART_S if fault.duration_s is None else fault.duration_s)
+
+    def _syncer_dies(self, back_after_s: float) -> None:
+        if not self._saved:
+            self._saved = recovery.dump(self.syncer, self.engine.clock.now_s)
+        self._syncer_down = True
+        self._syncer_life += 1
+        self._timers.clear()
+        self._merge_free_s = self.engine.clock.now_s
+        for learner in self.learners.values():
+            if learner.connected:
+                learner.connected = False
+                learner.heartbeat_bytes += self._heartbeat_bytes(learner)
+            learner.up.close()
+            learner.down.close()
+            if learner.core is None:
+                learner.begin_stay()
+        self._disturbed()
+        self._plan(self.now_s + back_after_s, self._syncer_is_back)
+
+    def _syncer_is_back(self) -> None:
+        self._syncer_down = False
+        now_s = self.engine.clock.now_s
+        settings = self.syncer.settings
+        self.syncer, effects = recovery.load(
+            settings,
+            self._saved,
+            now_s,
+            elapsed_s=now_s - self._saved["saved_at_s"],
+            patience_s=settings.heartbeat_timeout_s,
+        )
+        self._perform(effects)
+        for learner in self.learners.values():
+            if learner.down_until_s > self.now_s or learner.hung:
+                continue
+            if learner.core is None:
+                self._connect(learner)
+                continue
+            wait_s = CONNECT_ROUND_TRIPS * (learner.up.latency_s + learner.down.latency_s)
+            self.engine.at(now_s + wait_s, ARRIVAL, self._reconnected, learner, learner.stay, self._syncer_life)
+
+    def _reconnected(self, learner: SimLearner, stay: int, life: int) -> None:
+        """Say where it stands; a step under way has not happened yet."""
+        core = learner.core
+        gone = learner.stay != stay or learner.connected or learner.hung or learner.down_until_s > self.now_s
+        if gone or core is None or life != self._syncer_life:
+            return
+        learner.connected, learner.announced = True, False
+        learner.connected_s = self.engine.clock.now_s
+        self._perform_learner(learner, core.handle(Reconnected()))
+        event = LearnerReturned(
+            learner=learner.name,
+            session=learner.session,
+            step=core.step,
+            tokens=learner.tokens,
+            joined_at_step=learner.joined_at_step,
+            versions=tuple(core.versions),
+            fragment_tokens=tuple(core.tokens),
+            sent_at=core.sent_at,
+        )
+        size = RETURNING_BYTES + RETURNING_BYTES_PER_FRAGMENT * len(core.versions)
+        learner.up.control(size, self._announced, learner, event)
+
+    def _announced(self, learner: SimLearner, event: LearnerReturned) -> None:
+        learner.announced = True
+        self._feed(event)
+        self._apply_waiting(learner)
+
+    def _accepted(self, learner: SimLearner) -> None:
+        """In lock-step, what has had no answer goes once more."""
+        for c in learner.unanswered.values():
+            self._put_on_link(learner, c)
+
+    def _fault(self, fault: Fault) -> None:
+        if fault.target == SYNCER:
+            self._syncer_fault(fault)
+            return
+        learner = self.learners[fault.target]
+        learner.waiting_faults.append(fault)
+        self._apply_waiting(learner)
+
+    def _apply_waiting(self, learner: SimLearner) -> None:
+        """The faults of an island happen in order, each when there is something for it to happen to."""
+        waiting = learner.waiting_faults
+        while waiting and self.finish is None and learner.down_until_s <= self.now_s:
+            if waiting[0].kind in ON_THE_LINK and not learner.connected:
+                return
+            self._apply(learner, waiting.popleft())
+
+    def _apply(self, learner: SimLearner, fault: Fault) -> None:
+        now_s = self.now_s
+        lasts_s = fault.duration_s
+        if lasts_s is None:
+            lasts_s = RESTART_S if fault.kind in ("crash", "hang") else DEFAULT_DURATION_S
+        if self._on_record is not None:
+            self._on_record(now_s, "fault", {"learner": learner.name, "kind": fault.kind, "for_s": lasts_s})
         match fault.kind:
             case "crash":
-                self._close(learner)
-                self._lane(learner, DOWN)
-                left = LearnerLeft(learner=learner.name, reason="its process ended")
-                self.engine.at(self.engine.clock.now_s + learner.up.latency_s, ARRIVAL, self._feed, left)
+                self._crash(learner, lasts_s)
             case "hang":
+                # A supervisor notices the silence and ends the process.
+                noticed_s = self.spec.syncer.heartbeat_timeout_s if fault.duration_s is None else lasts_s
                 learner.hung = True
                 self._lane(learner, DOWN)
-                learner.up.cut(self.engine.clock.now_s + fault.duration_s)
-            case "cut":
-                learner.up.cut(self.engine.clock.now_s + fault.duration_s)
-                learner.down.cut(self.engine.clock.now_s + fault.duration_s)
+                learner.up.cut(self.engine.clock.now_s + noticed_s)
+                learner.down_until_s = now_s + noticed_s
+                if fault.duration_s is None:
+                    self._plan(learner.down_until_s, self._crash, learner, lasts_s)
+                else:
+                    self._plan(learner.down_until_s, self._return, learner)
+            case "partition":
+                learner.up.cut(self.engine.clock.now_s + lasts_s)
+                learner.down.cut(self.engine.clock.now_s + lasts_s)
+                learner.down_until_s = now_s + lasts_s
+                self._plan(learner.down_until_s, self._return, learner)
+            case "preempt":
+                self._preempt(learner, lasts_s)
+            case "slow":
+                self._slow(learner, fault.factor, lasts_s)
+            case "degrade":
+                learner.num_degraded += 1
+                for link in (learner.up, learner.down):
+                    link.degrade(fault.rate_bps, fault.latency_s, fault.loss)
+                self._plan(now_s + lasts_s, self._restore, learner)
+            case "corrupt":
+                learner.corrupt = fault.payload
+
+    def _crash(self, learner: SimLearner, lasts_s: float) -> None:
+        """Its process is gone, and another one starts after so long (infinity: never)."""
+        learner.hung = False
+        learner.slow_until_s = -math.inf
+        self._close(learner)
+        self._lane(learner, DOWN)
+        left = LearnerLeft(learner=learner.name, reason="its process ended", returns=math.isfinite(lasts_s))
+        self.engine.at(self.engine.clock.now_s + learner.up.latency_s, ARRIVAL, self._feed, left)
+        learner.down_until_s = self.now_s + lasts_s
         self._plan(learner.down_until_s, self._return, learner)
+
+    def _preempt(self, learner: SimLearner, lasts_s: float) -> None:
+        """It ends the step under way, says good-bye, and comes back after so long."""
+        learner.down_until_s = self.now_s + lasts_s
+        self._plan(learner.down_until_s, self._return, learner)
+        if learner.core is None:
+            self._leave(learner)
+            return
+        learner.leaving = True
+        if not learner.busy:
+            self._end_wait(learner)
+            self._leave(learner)
+
+    def _leave(self, learner: SimLearner) -> None:
+        if learner.core is not None:
+            self._report(learner, force=True)
+        self._lane(learner, DOWN)
+        learner.slow_until_s = -math.inf
+        if learner.connected:
+            learner.up.control(FINISH_BYTES, self._has_left, learner)
+        else:
+            learner.begin_stay()
+
+    def _has_left(self, learner: SimLearner) -> None:
+        self._close(learner)
+        self._lane(learner, DOWN)
+        self._feed(LearnerLeft(learner=learner.name, reason="preempted", returns=True))
+        if learner.down_until_s <= self.now_s:
+            self._connect(learner)
+
+    def _slow(self, learner: SimLearner, factor: float, lasts_s: float) -> None:
+        """Every step from now on, and what is left of the one under way, at this speed."""
+        now_s = self.engine.clock.now_s
+        left_s = max(0.0, learner.step_ends_s - now_s) if learner.busy else 0.0
+        learner.slow_until_s, learner.slow_factor = self.now_s + lasts_s, factor
+        # A jump must end before everything is at its own speed again.
+        self._plan(learner.slow_until_s, self._disturbed)
+        if left_s > 0:
+            learner.step_ends_s = max(learner.step_ends_s, self._slowed_end_s(learner, left_s))
+
+    def _slowed_end_s(self, learner: SimLearner, work_s: float) -> float:
+        """When work that would take so long is done, if it is begun now."""
+        now_s = self.engine.clock.now_s
+        window_s = learner.slow_until_s - self.now_s
+        slowly_s = min(work_s, window_s * learner.slow_factor)
+        took_s = slowly_s / learner.slow_factor + (work_s - slowly_s)
+        learner.slowed_s += took_s - work_s
+        return now_s + took_s
+
+    def _restore(self, learner: SimLearner) -> None:
+        learner.num_degraded -= 1
+        if learner.num_degraded == 0:
+            learner.up.restore()
+            learner.down.restore()
+
+    def _broken(self, learner: SimLearner) -> None:
+        """Bytes that fail their seal: both sides give the connection up, and the island dials again."""
+        self._close(learner)
+        self._feed(LearnerLeft(learner=learner.name, reason="its connection broke", returns=True))
+        self._connect(learner)
 
     def _return(self, learner: SimLearner) -> None:
         """Repaired. Whoever is connected still goes on where it stopped; everybody else joins again."""
@@ -756,6 +1051,7 @@ class World:
             self._end_wait(learner)
             self._take(learner)
             self._go_on(learner)
+        self._apply_waiting(learner)
 
     def _plan_random_fault(self, name: str, from_s: float) -> None:
         """The next crash of one island. Its times depend on nothing but its own stream."""
@@ -765,10 +1061,12 @@ class World:
         chance = self.streams.of(f"faults/{name}")
         at_s = from_s + chance.expovariate(1.0 / faults.mean_time_between_s)
         repair_s = chance.expovariate(1.0 / faults.mean_repair_s) if faults.mean_repair_s > 0 else 0.0
-        self._plan(at_s, self._random_fault, Fault(at_s=at_s, island=name, duration_s=repair_s))
+        self._plan(at_s, self._random_fault, Fault(kind="crash", target=name, at_s=at_s, duration_s=repair_s))
 
     def _random_fault(self, fault: Fault) -> None:
-        self._plan_random_fault(fault.island, fault.at_s + fault.duration_s)
+        assert fault.at_s is not None
+        assert fault.duration_s is not None
+        self._plan_random_fault(fault.target, fault.at_s + fault.duration_s)
         self._fault(fault)
 
     # ---- figures ----
@@ -821,6 +1119,9 @@ class World:
         now_s = self.engine.clock.now_s
         if core.phase != RUNNING or any(m.up.is_cut(now_s) for m in self.learners.values()):
             return
+        at_step = self._faults.next_step
+        if at_step is None:
+            at_step = core.settings.target_steps + self._steps_left_out
         self._marks.append((core.global_step, self._counted()))
         halves = len(self._marks) - 1
         enough = (self._marks[-1][0] - self._marks[0][0]) * len(self.learners) >= WINDOW_LEARNER_STEPS
@@ -830,7 +1131,8 @@ class World:
         if not enough and not _alike(b.plus(a, -1.0), middle - first, c.plus(b, -1.0), last - middle):
             return
         window, steps = c.plus(a, -1.0), last - first
-        room = core.settings.target_steps - core.global_step - 2 * self._half
+        last_step = min(core.settings.target_steps, at_step - self._steps_left_out)
+        room = last_step - core.global_step - 2 * self._half
         planned_s = min((p[0] for p in self._planned), default=math.inf) - self.now_s - window.time_s
         times = int(min(room / steps, planned_s / window.time_s))
         if times >= 1:
@@ -849,6 +1151,7 @@ class World:
             # All are at the same step, so that the target can come closer instead.
             target = self.syncer.settings.target_steps - times * steps
             self.syncer.settings = replace(self.syncer.settings, target_steps=target)
+            self._steps_left_out += times * steps
             for learner in self.learners.values():
                 if learner.core is not None:
                     learner.core.settings = replace(learner.core.settings, target_steps=target)
@@ -860,6 +1163,7 @@ class World:
                     learner.core.step += moved[name]
         if self._on_record is not None:
             self._on_record(self.now_s, "jump", {"seconds": jumped_s, "steps": times * steps})
+        self._persist()
         self._plan_round += 1
         for plan in self._planned:
             self._push_plan(plan)

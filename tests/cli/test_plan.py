@@ -108,3 +108,15 @@ def test_wire_bytes() -> None:
     assert wire_bytes(1000, WireType.bfloat16) == 2000
     assert wire_bytes(1000, WireType.int8) == 1000 + 4 * 4
     assert wire_bytes(1001, WireType.int4) == 501 + 4 * 4
+
+
+def test_the_faults_are_listed_and_those_that_do_not_fit_are_counted() -> None:
+    plan = make_plan(compose(["failures.events=[{at: 30s, kind: crash, island: island-1, rank: 0}]"]))
+    assert plan["faults"] == [{"kind": "crash", "target": "island-1", "at_s": 30.0, "rank": 0}]
+    assert render_plan(plan).endswith("1 fault on purpose\n    at 30 s: island-1 rank 0 crash")
+    many = make_plan(compose(["failures=flaky"]))
+    json.dumps(many, allow_nan=False)
+    lines = render_plan(many).splitlines()
+    assert sum(line.startswith("    at ") for line in lines) == 30
+    assert lines[-1] == f"    and {len(many['faults']) - 30} more"
+    assert make_plan(compose([]))["faults"] == []

@@ -152,8 +152,9 @@ def test_many_chips_lose_what_the_failure_model_says(capsys: pytest.CaptureFixtu
 
 def test_failures_of_the_configuration_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     events = "failures.events=[{at: 20s, kind: crash, island: island-1}]"
+    never = events.replace("island: island-1", "island: island-1, duration: 10h")
     calm = document(capsys, "--islands", "2", *SHORT, "--algorithm", "decoupled")["algorithms"]["decoupled"]
-    gone = document(capsys, "--islands", "2", *SHORT, "--algorithm", "decoupled", events)["algorithms"]["decoupled"]
+    gone = document(capsys, "--islands", "2", *SHORT, "--algorithm", "decoupled", never)["algorithms"]["decoupled"]
     back = document(capsys, "--islands", "2", *SHORT, "--algorithm", "decoupled", events, "--repair", "10s")
     back = back["algorithms"]["decoupled"]
     assert gone["tokens"]["processed"] < back["tokens"]["processed"] < calm["tokens"]["processed"]
@@ -259,7 +260,8 @@ def test_reproduce_prints_paper_ours_and_difference(capsys: pytest.CaptureFixtur
         ("model=custom model.entry_point=no_such_module:build", "--model COUNT"),
         ("failures.events=[{at:5s,kind:meteor,island:island-0}]", "meteor"),
         ("failures.events=[{at:5s,kind:crash,island:island-9}]", "island-9"),
-        ("failures.random={weather:bad}", "weather"),
+        ("failures.random.weather=bad", "weather"),
+        ("failures.events=[{at:5s,kind:crash,syncer:true}]", "cannot be simulated yet"),
         ("--nonsense", "--nonsense"),
     ],
 )

@@ -10,12 +10,13 @@ import torch
 
 from diloco_cli.config.compose import compose
 from diloco_cli.config.schema import Config
+from diloco_cli.core.faults import Fault
 from diloco_cli.core.merge import MergeInput, merge
 from diloco_cli.errors import ConfigError
 from diloco_cli.sim import learn as learning
 from diloco_cli.sim.engine import Streams
 from diloco_cli.sim.scenario import Scenario, world_spec
-from diloco_cli.sim.world import Fault, World
+from diloco_cli.sim.world import World
 from diloco_cli.train.model import state_tensors
 
 TINY = [
@@ -129,7 +130,7 @@ def test_settings_act() -> None:
 def test_a_failure_costs_tokens_and_the_rest_goes_on() -> None:
     calm, broken = (
         figures(config(), Scenario(step_time_s=0.1, faults=faults))
-        for faults in ((), (Fault(at_s=1.0, island="island-1", duration_s=1.0),))
+        for faults in ((), (Fault(kind="crash", target="island-1", at_s=1.0, duration_s=1.0),))
     )
     assert 0.5 * calm["tokens"]["mean"] < broken["tokens"]["mean"] < calm["tokens"]["mean"]
     assert broken["validation_loss"]["mean"] < 5.6

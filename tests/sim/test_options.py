@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import pytest
 
 from diloco_cli.config.compose import compose, group_options
 from diloco_cli.config.schema import Config
+from diloco_cli.core.faults import Fault
 from diloco_cli.errors import ConfigError
+from diloco_cli.run.settings import fault_plan
 from diloco_cli.sim import options
 from diloco_cli.sim.options import Asked
 from diloco_cli.sim.scenario import Scenario, fragment_sizes
@@ -20,7 +21,7 @@ PRESETS = [name for name in group_options("model") if name not in ("custom", "hu
 
 @functools.cache
 def config(*overrides: str) -> Config:
-    return compose(list(overrides), None, simulated=True)
+    return compose(list(overrides), None)
 
 
 def scenario(*overrides: str, **asked: Any) -> Scenario:
@@ -94,25 +95,21 @@ def test_chips_are_dealt_out_evenly_and_fail_one_by_one() -> None:
     assert scenario(chips="1028", mtbi="1h").interruptions is not None
 
 
-def test_written_failures_become_faults() -> None:
-    events = "failures.events=[{at: 1min, kind: partition, island: island-2}, {at: 2s, kind: hang, island: island-0}]"
-    assert [(f.at_s, f.island, f.kind, f.duration_s) for f in scenario(events).faults] == [
-        (60.0, "island-2", "cut", math.inf),
-        (2.0, "island-0", "hang", math.inf),
-    ]
-    assert [f.duration_s for f in scenario(events, repair="30s").faults] == [30.0, 30.0]
-    drawn = scenario("failures.random={mean_time_between: 2h, repair_time: 5min}").random_faults
-    assert drawn is not None
-    assert (drawn.mean_time_between_s, drawn.mean_repair_s) == (7200.0, 300.0)
-    with pytest.raises(ConfigError, match="cannot be simulated yet"):
-        scenario("failures.events=[{at: step 20, kind: crash, island: island-0}]")
-    with pytest.raises(ConfigError, match="only exponential"):
-        scenario("failures.random={mean_time_between: 2h, distribution: weibull}")
-
-
-def test_train_still_refuses_failures() -> None:
-    with pytest.raises(ConfigError, match="not run yet"):
-        compose(["failures.events=[{at: 1s, kind: crash, island: island-0}]"], None)
+def test_the_plan_of_the_configuration_is_what_is_simulated() -> None:
+    events = "failures.events=[{at: step 9, kind: partition, link: island-2}, {at: 2s, kind: hang, island: island-0}]"
+    found = scenario(events)
+    assert found.faults == (
+        Fault(kind="hang", target="island-0", at_s=2.0),
+        Fault(kind="partition", target="island-2", at_step=9, duration_s=5.0),
+    )
+    assert any("is back after 5s" in note for note in found.notes)
+    repaired = scenario(events, repair="30s")
+    assert [f.duration_s for f in repaired.faults] == [30.0, 5.0]
+    assert not any("is back after" in note for note in repaired.notes)
+    random = ("failures.random.mean_time_between=2h", "failures.random.repair_time=5min")
+    assert scenario(*random).faults == fault_plan(config(*random)) != ()
+    assert scenario(*random, "run.seed=1").faults != scenario(*random).faults
+    assert scenario(*random, "run.seed=1", "failures.random.seed=0").faults == scenario(*random).faults
 
 
 def test_hours_set_the_steps_unless_they_were_typed() -> None:

@@ -10,14 +10,14 @@ import pytest
 
 from diloco_cli.config.compose import compose
 from diloco_cli.config.schema import Config
+from diloco_cli.core.faults import Fault
 from diloco_cli.errors import ConfigError
 from diloco_cli.sim.plot import draw
 from diloco_cli.sim.results import ALGORITHMS, run_once
 from diloco_cli.sim.scenario import Scenario
 from diloco_cli.sim.timeline import COMPUTING, DONE, DOWN, MAX_TRANSITIONS, REJOINING, WAITING, Timeline
-from diloco_cli.sim.world import Fault
 
-CRASH = Fault(at_s=10.0, island="island-1", kind="crash", duration_s=5.0)
+CRASH = Fault(kind="crash", target="island-1", at_s=10.0, duration_s=5.0)
 
 
 def config(*overrides: str) -> Config:

@@ -21,6 +21,7 @@ from world import World as CoreWorld
 
 from diloco_cli.config.compose import compose
 from diloco_cli.config.schema import Config, Link, LinkDirection
+from diloco_cli.core.faults import Fault
 from diloco_cli.core.learner import LearnerSettings
 from diloco_cli.core.state import SyncerSettings
 from diloco_cli.errors import ConfigError
@@ -28,7 +29,7 @@ from diloco_cli.run import settings as run_settings
 from diloco_cli.sim import results, scenario, world
 from diloco_cli.sim.engine import Streams
 from diloco_cli.sim.scenario import Scenario, world_spec
-from diloco_cli.sim.world import Fault, LearnerSpec, RandomFaults, World, WorldSpec
+from diloco_cli.sim.world import LearnerSpec, RandomFaults, World, WorldSpec
 from diloco_cli.train.model import meta_model, tensor_inventory
 from diloco_cli.wire import messages
 
@@ -235,10 +236,10 @@ def test_staleness_of_a_fragment_installed_every_h_steps() -> None:
 # ---- faults -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["crash", "hang", "cut"])
+@pytest.mark.parametrize("kind", ["crash", "hang", "partition"])
 def test_an_island_that_comes_back_joins_again_and_tokens_add_up(kind: str) -> None:
     cfg = config("run.steps=150", "sync.fragments=4", "run.finish_tolerance=0")
-    faults = (Fault(at_s=20.3, island="island-1", kind=kind, duration_s=40.0),)
+    faults = (Fault(kind=kind, target="island-1", at_s=20.3, duration_s=40.0),)
     sim, lines = tape(world_spec(cfg, Scenario(faults=faults, parameters=10**7)))
     assert sim.finish is not None
     assert sim.finish.status == "completed"
@@ -259,8 +260,8 @@ def test_an_island_that_comes_back_joins_again_and_tokens_add_up(kind: str) -> N
 
 def test_a_short_hang_or_cut_is_sat_out() -> None:
     cfg = config("run.steps=60", "sync.fragments=4")
-    for kind in ("hang", "cut"):
-        faults = (Fault(at_s=20.3, island="island-1", kind=kind, duration_s=4.0),)
+    for kind in ("hang", "partition"):
+        faults = (Fault(kind=kind, target="island-1", at_s=20.3, duration_s=4.0),)
         sim, lines = tape(world_spec(cfg, Scenario(faults=faults)))
         assert [line for line in lines if line["event"] == "leave"] == []
         assert sim.finish is not None
@@ -270,7 +271,7 @@ def test_a_short_hang_or_cut_is_sat_out() -> None:
 
 def test_failures_stop_data_parallel_but_not_the_others() -> None:
     cfg = config("run.steps=1000", "network.bandwidth=unlimited", "network.latency=0ms", "islands.count=4")
-    faults = tuple(Fault(at_s=100.0 + 200 * i, island=f"island-{i}", duration_s=100.0) for i in range(4))
+    faults = tuple(Fault(kind="crash", target=f"island-{i}", at_s=100.0 + 200 * i, duration_s=100.0) for i in range(4))
     found = {a: run(cfg, a, faults=faults, restart_s=10.0) for a in results.ALGORITHMS}
     # Four times: half a step lost, 100 s of repair, 10 s of restart.
     assert found["data_parallel"]["wall_time_s"] == pytest.approx(1000 + 4 * 110, abs=4)
@@ -342,7 +343,7 @@ def test_a_jump_over_chance_and_mixed_speeds_is_right_on_average() -> None:
 
 def test_faults_are_met_at_their_time_between_jumps() -> None:
     cfg = config("run.steps=20000", "sync.fragments=1")
-    faults = (Fault(at_s=9000.5, island="island-2", duration_s=3000.0),)
+    faults = (Fault(kind="crash", target="island-2", at_s=9000.5, duration_s=3000.0),)
     spec = world_spec(cfg, Scenario(faults=faults))
     sim, lines = tape(spec, jump=True)
     assert sim.num_jumps >= 2
@@ -429,7 +430,7 @@ def test_solving_for_inner_steps() -> None:
         (lambda c: None, {"step_time_s": math.nan}, "takes nan s"),
         (lambda c: None, {"step_jitter": 1.5}, "jitter"),
         (lambda c: setattr(c.network, "bandwidth", "0gbps"), {}, "0gbps"),
-        (lambda c: None, {"faults": (Fault(at_s=1, island="island-9"),)}, "there is no island-9"),
+        (lambda c: None, {"faults": (Fault(kind="crash", target="island-9", at_s=1),)}, "there is no island-9"),
         (lambda c: None, {"duration_s": 0.0}, "no time"),
         (lambda c: setattr(c.model, "kind", scenario.ModelKind.entry_point), {}, "size of this model"),
     ],

@@ -23,6 +23,7 @@ from diloco_cli.config.schema import (
     Algorithm,
     Anchor,
     Config,
+    FailureEvent,
     IslandNetwork,
     IslandOverride,
     LinkConfig,
@@ -32,7 +33,9 @@ from diloco_cli.config.schema import (
     load_config,
 )
 from diloco_cli.config.validate import problems, validate
+from diloco_cli.core.faults import Fault
 from diloco_cli.errors import ConfigError
+from diloco_cli.run.settings import fault_plan
 
 
 @pytest.fixture(autouse=True)
@@ -206,7 +209,15 @@ def test_the_defaults_are_valid() -> None:
         ({"data__token_dtype": "int8"}, "data.token_dtype", "uint16"),
         ({"data__validation_fraction": 0.0}, "data.validation_fraction", "above 0"),
         ({"data__heterogeneity": 1.1}, "data.heterogeneity", "from 0 to 1"),
-        ({"failures__random": {"rate": 1}}, "failures.random", "not run yet"),
+        ({"failures__random__distribution": "weibul"}, "failures.random.distribution", "exponential, weibull, fixed"),
+        ({"failures__random__kinds": []}, "failures.random.kinds", "nothing could happen"),
+        ({"failures__random__kinds": ["crash", "disk-full"]}, "failures.random.kinds", "there is no 'disk-full'"),
+        ({"failures__random__mean_time_between": "0s"}, "failures.random.mean_time_between", "above zero"),
+        ({"failures__random__mean_time_between": "often"}, "failures.random.mean_time_between", "not a duration"),
+        ({"failures__random__mean_time_between": "1s"}, "failures.random.mean_time_between", "more than 100000"),
+        ({"failures__random__repair_time": "0s"}, "failures.random.repair_time", "above zero"),
+        ({"failures__random__horizon": "0s"}, "failures.random.horizon", "above zero"),
+        ({"failures__random__seed": -1}, "failures.random.seed", "from 0"),
         ({"launcher__stop_timeout": "x"}, "launcher.stop_timeout", "x"),
     ],
 )
@@ -218,6 +229,75 @@ def test_each_rule_names_its_key_in_one_sentence(settings: dict[str, Any], key: 
     assert "\n" not in found[0].what
     with pytest.raises(ConfigError):
         validate(_with(**settings), {})
+
+
+@pytest.mark.parametrize(
+    ("event", "key", "words"),
+    [
+        ({"island": None}, "", "it has no target; give one of island, link and syncer"),
+        ({"syncer": True}, "", "island and syncer are 2 targets"),
+        ({"kind": "partition", "link": "island-1"}, "", "island and link are 2 targets"),
+        ({"kind": "crsh"}, ".kind", "there is no 'crsh'; there are crash, hang"),
+        ({"island": "island-9"}, ".island", "there is no island 'island-9'; there are island-0 to island-3"),
+        ({"island": None, "link": "x", "kind": "partition"}, ".link", "there is no island 'x'"),
+        ({"island": None, "link": "island-1"}, ".link", "crash cannot happen to a link; partition and degrade can"),
+        ({"island": None, "syncer": True, "kind": "corrupt"}, ".syncer", "corrupt cannot happen to the syncer"),
+        ({"rank": 2}, ".rank", "2 is out of range; island-0 has the ranks 0 to 1"),
+        ({"rank": -1}, ".rank", "-1 is out of range"),
+        ({"rank": 0, "kind": "preempt"}, ".rank", "a preempt has no rank; crash, hang and slow of an island may"),
+        ({"rank": 0, "island": None, "syncer": True}, ".rank", "the syncer has no rank"),
+        ({"kind": "slow", "factor": 1.0}, ".factor", "above 0 to below 1"),
+        ({"kind": "slow", "factor": 0.0}, ".factor", "above 0 to below 1"),
+        ({"kind": "degrade", "loss": 1.0}, ".loss", "from 0 to below 1"),
+        ({"kind": "degrade"}, "", "say what gets worse: bandwidth, latency or loss"),
+        ({"bandwidth": "1mbps"}, ".bandwidth", "crash does not change it"),
+        ({"kind": "degrade", "bandwidth": "1"}, ".bandwidth", "not a bandwidth"),
+        ({"kind": "degrade", "latency": "1"}, ".latency", "not a duration"),
+        ({"kind": "corrupt", "payload": "zeros"}, ".payload", "neither nan nor bytes"),
+        ({"kind": "corrupt", "duration": "5s"}, ".duration", "has no duration"),
+        ({"duration": "0s"}, ".duration", "above zero"),
+        ({"duration": "long"}, ".duration", "not a duration"),
+        ({"at": "soon"}, ".at", "not a duration"),
+        ({"at": "step 0"}, ".at", "not a number of steps"),
+    ],
+)
+def test_each_rule_of_a_failure_names_its_key(event: dict[str, Any], key: str, words: str) -> None:
+    cfg = _with(islands__each__nproc_per_node=2)
+    cfg.failures.events = [FailureEvent(island="island-1"), FailureEvent(**{"island": "island-0", **event})]
+    (found,) = problems(cfg, {})
+    assert found.where == f"failures.events.1{key}"
+    assert found.what.startswith(f"failures.events.1{key}: ")
+    assert words in found.what
+    assert "\n" not in found.what
+
+
+def test_failures_that_are_right_become_the_plan() -> None:
+    cfg = _with(islands__each__nproc_per_node=2)
+    cfg.failures.events = [
+        FailureEvent(at="step 20", kind="disk_full", syncer=True),
+        FailureEvent(at="1min", kind="degrade", link="island-1", bandwidth="1mbps", latency="1s", loss=0.1),
+        FailureEvent(at="20 steps", kind="crash", island="island-0", rank=1),
+        FailureEvent(at="2s", kind="hang", island="island-0", duration="3s"),
+        FailureEvent(at="2s", kind="preempt", island="island-1"),
+        FailureEvent(at="1s", kind="corrupt", island="island-1", payload="bytes"),
+    ]
+    assert list(problems(cfg, {})) == []
+    assert fault_plan(cfg) == (
+        Fault(kind="corrupt", target="island-1", at_s=1.0, payload="bytes"),
+        Fault(kind="hang", target="island-0", at_s=2.0, duration_s=3.0),
+        Fault(kind="preempt", target="island-1", at_s=2.0, duration_s=5.0),
+        Fault(kind="degrade", target="island-1", at_s=60.0, duration_s=5.0, rate_bps=1e6, latency_s=1.0, loss=0.1),
+        Fault(kind="disk-full", target="syncer", at_step=20, duration_s=5.0),
+        Fault(kind="crash", target="island-0", at_step=20, rank=1),
+    )
+    assert fault_plan(Config()) == ()
+
+
+@pytest.mark.parametrize("option", ["flaky", "mixed"])
+def test_random_failures_follow_the_seed(option: str) -> None:
+    plans = [fault_plan(compose([f"failures={option}", f"run.seed={seed}"])) for seed in (0, 0, 1)]
+    assert plans[0] == plans[1] != plans[2]
+    assert len(plans[0]) > 500
 
 
 def test_islands_each_need_not_fit_where_every_island_has_its_own() -> None:
@@ -430,7 +510,13 @@ def _refused(overrides: list[str], conf: str | None = None) -> ConfigError:
         ("islands.each.batch=${islands.nope}", "islands.each.batch: its reference cannot be resolved", ""),
         ("islands.each.batch=${run.name}", "islands.each.batch: ", ""),
         ("run.name=${oc.env:DILOCO_NO_SUCH_VARIABLE}", "run.name: its reference cannot be resolved", ""),
-        ("failures.events=[{at: step 200, kind: crash}]", "failures.events: failure schedules are not run yet", ""),
+        ("failures.events=[{at: step 200, kind: crash}]", "failures.events.0: it has no target", "island: island-0"),
+        (
+            "failures.events=[{kind: hangs, island: island-0}]",
+            "failures.events.0.kind: there is no 'hangs'",
+            "kind: hang",
+        ),
+        ("failures.random.kind=[crash]", "failures.random.kind: there is no such setting", "failures.random.kinds"),
         ("failures.events=[{att: step 200}]", "failures.events.0.att: there is no such setting", ""),
         ("failures.events=[3]", "failures.events.0: ", ""),
         ("model@foo=tiny", "model: this is not a setting of diloco", ""),
