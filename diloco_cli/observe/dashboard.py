@@ -60,7 +60,12 @@ _STATE_LOOKS = {
     "starting": ("○", "bright_black"),
     "finished": ("✓", "blue"),
     "gone": ("✗", "bold red"),
+    "given up": ("✗", "bold red"),
+    "restarting": ("↻", "yellow"),
+    "unhealthy": ("!", "bold red"),
+    "left": ("–", "bright_black"),
 }
+_STANDS_STILL = ("gone", "given up", "left")
 _LEVEL_STYLES = {"good": "cyan", "info": "", "warn": "yellow", "bad": "bold red"}
 
 
@@ -147,7 +152,8 @@ class Frame:
 _ASCII = {
     **dict.fromkeys(map(ord, "╭╮╰╯┤└┬"), "+"), **dict.fromkeys(map(ord, "─━"), "-"), ord("╸"): "-", ord("│"): "|",
     ord("●"): "*", ord("◐"): "~", ord("○"): "o", ord("✓"): "v", ord("✗"): "x", ord("…"): "~", ord("·"): "-",
-    ord("–"): "-", ord("◆"): "V", ord("∞"): "-", ord("→"): ">", ord("±"): "~", ord("×"): "x", 0x2800: " ",
+    ord("–"): "-", ord("◆"): "V", ord("∞"): "-", ord("→"): ">", ord("±"): "~", ord("×"): "x", ord("↻"): "r",
+    0x2800: " ",
 }  # fmt: skip
 
 
@@ -250,9 +256,14 @@ def _state_words(snapshot: RunSnapshot) -> Line:
         style = "bold cyan" if snapshot.status == "completed" else "bold red"
         reason = f": {snapshot.status_reason}" if snapshot.status_reason else ""
         return [(f"{snapshot.status}{reason}", style)]
-    if snapshot.quorum_lost:
-        return [(f"waiting for quorum {snapshot.live}/{snapshot.quorum}", "bold red")]
     line: Line = []
+    if snapshot.quorum_lost:
+        line = [(f"waiting for quorum {snapshot.live}/{snapshot.quorum}", "bold red")]
+    if snapshot.syncer_down:
+        state = "given up" if snapshot.syncer_down.startswith("given up") else "restarting"
+        line += [(", " if line else "", DIM), (f"syncer {state}", "bold red")]
+    if snapshot.quorum_lost:
+        return line
     for state, count in snapshot.counts().items():
         line += [(", " if line else "", DIM), (f"{count} {state}", _STATE_LOOKS[state][1])]
     return line or [("starting", DIM)]
@@ -324,6 +335,7 @@ _COLUMNS: tuple[tuple[str, int, bool, int], ...] = (
     ("refused", 7, True, 104),
     ("step time", 9, True, 118),
     ("tokens", 7, True, 128),
+    ("restarts", 8, True, 138),
     ("time goes to", 30, False, 165),
 )
 
@@ -354,6 +366,7 @@ def _cells(island: IslandSnapshot) -> dict[str, str]:
         "merge": merge,
         "late": str(island.late) if island.late else "–",
         "refused": str(island.refused) if island.refused else "–",
+        "restarts": str(island.restarts) if island.restarts else "–",
         "step time": figures.span(island.step_time_s),
         "tokens": figures.count(island.tokens) if island.tokens else "–",
         "time goes to": _phases(island.phases),
@@ -374,16 +387,21 @@ def _island_line(island: IslandSnapshot, columns: Sequence[tuple[str, int, bool]
     style = "yellow" if island.silent_s is not None else style
     name_width, state_width = columns[0][1], columns[1][1]
     line: Line = [(" ", ""), (_pad(island.name, name_width), "bold"), (" ", "")]
-    line += [(_pad(f"{sign} {state}", state_width), style), (" ", "")]
+    words = f"{sign} {state}"
     silent = island.silent_s is not None
     reason = f"no report for {figures.ago(island.silent_s)}" if silent else island.reason
-    if island.state == "gone" or silent or (reason and island.state in ("waiting", "starting")):
+    if island.state in _STANDS_STILL or silent or (reason and island.state not in ("training", "finished")):
         # Why it stands still is worth more than numbers that stand still.
-        since = f", {figures.ago(max(0.0, now_s - island.since_s))} ago" if island.state == "gone" else ""
-        line += [(_pad(figures.steps(island.step), columns[2][1], right=True), DIM), (" ", "")]
+        since = f", {figures.ago(max(0.0, now_s - island.since_s))} ago" if island.state in _STANDS_STILL else ""
+        # A long word takes its cells from the step's column, so that the reasons begin below one another.
+        state_cells = max(state_width, cell_len(words))
+        step_width = max(len(figures.steps(island.step)), columns[2][1] + state_width - state_cells)
+        line += [(_pad(words, state_cells), style), (" ", "")]
+        line += [(_pad(figures.steps(island.step), step_width, right=True), DIM), (" ", "")]
         rest = max(0, width - _width(line) - cell_len(since) - 1)
         reason = reason if cell_len(reason) <= rest else _cut(reason, rest)
         return [*line, (reason, style), (since, DIM)]
+    line += [(_pad(words, state_width), style), (" ", "")]
     cells = _cells(island)
     for title, size, right in columns[2:]:
         text = cells[title]
@@ -450,6 +468,16 @@ def _syncer_box(snapshot: RunSnapshot, width: int, height: int) -> list[Line]:
         *_fates(snapshot, width - 2),
         *bars,
     ]
+    if snapshot.syncer_down:
+        rows.insert(0, _pair("down", snapshot.syncer_down, "bold red"))
+    if snapshot.snapshot is not None:
+        age = figures.ago(max(0.0, snapshot.now_s - snapshot.snapshot.time_s))
+        step = snapshot.snapshot.step
+        rows.append(_pair("snapshot", f"{'step ' + str(step) if step is not None else 'taken'}, {age} ago"))
+    if snapshot.faults or snapshot.restarts:
+        faults, restarts = sum(snapshot.faults.values()), snapshot.restarts
+        counted = f"{faults} fault{'' if faults == 1 else 's'}, {restarts} restart{'' if restarts == 1 else 's'}"
+        rows.append(_pair("failures", counted))
     if not syncer.tokens and (syncer.late or syncer.refused):
         rows.append(_pair("lost", f"{syncer.late} late, {syncer.refused} refused"))
     return _box([("syncer", "bold")], rows, width, height)

@@ -136,7 +136,7 @@ def _progress_words(snapshot: RunSnapshot) -> str:
     pairs: list[tuple[str, str | None]] = [
         ("step", f"{snapshot.step}{target}"),
         ("percent", None if snapshot.progress is None else f"{100 * snapshot.progress:.0f}"),
-        *((state, str(count)) for state, count in counts.items()),
+        *((state.replace(" ", "_"), str(count)) for state, count in counts.items()),
         ("loss", None if snapshot.loss is None else figures.loss(snapshot.loss)),
         ("validation", None if validation is None else figures.loss(validation)),
         ("tokens", str(snapshot.tokens)),
@@ -147,6 +147,8 @@ def _progress_words(snapshot: RunSnapshot) -> str:
         ("quorum_time_s", None if syncer.quorum_time_s is None else f"{syncer.quorum_time_s:.3f}"),
         ("goodput", None if snapshot.goodput is None else f"{snapshot.goodput:.3f}"),
         ("eta", None if snapshot.eta_s is None else figures.clock(snapshot.eta_s)),
+        ("restarts", str(snapshot.restarts) if snapshot.restarts else None),
+        ("syncer", "down" if snapshot.syncer_down else None),
         ("waiting_for_quorum", f"{snapshot.live}/{snapshot.quorum}" if snapshot.quorum_lost else None),
     ]
     return "progress " + " ".join(f"{key}={value}" for key, value in pairs if value is not None)

@@ -38,7 +38,7 @@ def summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     train, wall = _real(summary, "loss", "train"), _real(summary, "wall_time_s")
     yield ("train loss", f"{figures.loss(train)} nats/token" if train is not None else "not measured", "")
     yield ("validation", _comparison(_real(summary, "loss", "validation"), _real(summary, "loss", "bigram")), "")
-    yield ("tokens", _fates_in_words(_get(summary, "tokens")), "")
+    yield ("tokens", fates_in_words(_get(summary, "tokens")), "")
     yield ("goodput", _shares_in_words(summary), "")
     speed = _real(summary, "tokens_per_s")
     yield ("time", f"{figures.clock(wall)}" + (f", {figures.count(speed)} tokens/s" if speed is not None else ""), "")
@@ -80,7 +80,8 @@ def _comparison(validation: float | None, bigram: float | None) -> str:
     return f"{text}: {words} a bigram model on the same text ({figures.loss(bigram)})"
 
 
-def _fates_in_words(tokens: Any) -> str:
+def fates_in_words(tokens: Any) -> str:
+    """The token account, each fate with its share."""
     processed = _real(tokens, "processed")
     if processed is None:
         return "not measured"
@@ -130,4 +131,5 @@ def next_commands(summary: Mapping[str, Any], entry_point: str | None = None) ->
     if summary.get("status") == "completed":
         trust = f" --trust-entry-point {shlex.quote(entry_point)}" if entry_point else ""
         return [f'diloco generate {run} --prompt "def "{trust}', f"diloco evaluate {run}{trust}"]
-    return [f"ls {run}/logs   # each process's own output"]
+    logs = [f"ls {run}/logs   # each process's own output"] if summary.get("status") == "failed" else []
+    return [f"diloco status {run}", f"diloco resume {run}", *logs]

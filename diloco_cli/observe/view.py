@@ -19,19 +19,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_cli.config.schema import Config
+from diloco_cli.observe import figures
 
-STATES = ("starting", "training", "waiting", "finished", "gone")
-ATTENTION = {"gone": 0, "waiting": 1, "starting": 2, "training": 3, "finished": 4}
+STATES = (
+    "starting", "training", "waiting", "unhealthy", "restarting", "finished", "gone", "given up", "left",
+)  # fmt: skip
+ATTENTION = {
+    "given up": 0, "gone": 1, "restarting": 2, "unhealthy": 3, "waiting": 4, "starting": 5, "training": 6,
+    "left": 7, "finished": 8,
+}  # fmt: skip
 """Who is shown first where not all islands have room."""
 
 ETA_WARMUP_S = 3.0
 """The first seconds of stepping say nothing about the speed (imports, caches, compilation)."""
 ETA_WINDOW = 240
 """Progress samples that the speed is taken from, at least 0.5 s apart: the last two minutes."""
+_RUNNING = ("training", "waiting", "unhealthy")
+_AWAY = ("gone", "restarting", "given up", "left")
+_REPORTED = ("starting", "training", "waiting", "finished")
+"""States that an island says of itself in a metric record."""
 SILENT_S = 5.0
 """A training island that was not heard of for so long is shown as silent."""
 HISTORY_POINTS_MAX = 512
 LOG_LINES_MAX = 200
+TROUBLE_LINES_MAX = 32
 ISLANDS_MAX = 4096
 TEXT_MAX = 400
 
@@ -76,11 +87,14 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandSnapshot:
-    """One island now. None: not known yet. `reason`: why it is in that state, in words."""
+    """One island now. None: not known yet. `reason`: why it is in that state, in words; `last_reason`: why it last
+    was away or unhealthy, also when that is over."""
 
     name: str
     state: str
     reason: str
+    last_reason: str
+    restarts: int
     since_s: float
     step: int
     tokens: int
@@ -132,6 +146,16 @@ class LogLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The newest snapshot on disk. None: its record does not say."""
+
+    step: int | None
+    path: str
+    num_bytes: int | None
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
     """All that a screen shows."""
 
@@ -157,7 +181,15 @@ class RunSnapshot:
     quorum: int
     live: int
     quorum_lost: bool
+    syncer_down: str
+    """Why the syncer is not there; empty while it is."""
+    restarts: int
+    faults: Mapping[str, int]
+    """Faults injected so far, by kind."""
+    snapshot: Snapshot | None
     log: tuple[LogLine, ...]
+    trouble: tuple[LogLine, ...]
+    """The newest faults and errors, however much else has happened since."""
 
     def counts(self) -> dict[str, int]:
         """How many islands are in each state, states without any left out, in the order of STATES."""
@@ -201,6 +233,8 @@ class _Island:
     name: str
     state: str = "starting"
     reason: str = ""
+    last_reason: str = ""
+    restarts: int = 0
     since_s: float = 0.0
     seen_s: float | None = None
     step: int = 0
@@ -255,6 +289,14 @@ class RunView:
         self._status: str | None = None
         self._status_reason = ""
         self._quorum_lost = False
+        self._told_live = 0
+        self._syncer_counts = False  # it has spoken of its quorum; before that, the islands' states are counted
+        self._available: int | None = None  # as the syncer counts them while it waits for a quorum
+        self._syncer_down = ""
+        self._syncer_down_s = 0.0
+        self._syncer_restarts = 0
+        self._faults: Counter[str] = Counter()
+        self._snapshot: Snapshot | None = None
         self._syncer: dict[str, float] = {}
         self._ledger: dict[str, int] = {}
         self._versions: dict[int, int] = {}
@@ -270,6 +312,7 @@ class RunView:
         self._progress: deque[tuple[float, int]] = deque(maxlen=ETA_WINDOW)
         self._log: deque[LogLine] = deque(maxlen=LOG_LINES_MAX)
         self._log_keys: deque[str] = deque(maxlen=LOG_LINES_MAX)
+        self._trouble: deque[LogLine] = deque(maxlen=TROUBLE_LINES_MAX)
         self._log_number = 0
         self._latest_s = 0.0
         for island in islands:
@@ -289,6 +332,11 @@ class RunView:
             link_bps={island: (link.up.rate_bps, link.down.rate_bps) for island, link in links.items()},
         )
 
+    @property
+    def latest_s(self) -> float:
+        """Time of the newest record."""
+        return self._latest_s
+
     # ---- records in ----
 
     def apply(self, record: Mapping[str, Any]) -> None:
@@ -300,7 +348,7 @@ class RunView:
             if isinstance(record.get("event"), str):
                 self._apply_event(record["event"], record, time_s)
             elif record.get("source") == "syncer":
-                self._apply_syncer(record)
+                self._apply_syncer(record, time_s)
             elif isinstance(record.get("source"), str):
                 self._apply_island(record, time_s)
             else:
@@ -350,10 +398,12 @@ class RunView:
                 island.history.add(step, loss)
             island.step = max(island.step, step)
             self._note_progress(island.step, time_s)
-        if island.state in ("gone", "finished"):
+        if island.state in (*_AWAY, "finished"):
             return  # a report that was under way; only a join brings an island back
+        if island.state == "unhealthy":
+            return  # until something of it has been merged
         state = record.get("state")
-        self._set_state(island, state if state in STATES else "training", clean(record.get("reason") or ""), time_s)
+        self._set_state(island, state if state in _REPORTED else "training", clean(record.get("reason") or ""), time_s)
 
     def _note_progress(self, step: int, time_s: float) -> None:
         if self._progress and step <= self._progress[-1][1]:
@@ -368,7 +418,9 @@ class RunView:
             self._progress.pop()
         self._progress.append((time_s, step))
 
-    def _apply_syncer(self, record: Mapping[str, Any]) -> None:
+    def _apply_syncer(self, record: Mapping[str, Any], time_s: float) -> None:
+        if self._syncer_down and time_s > self._syncer_down_s:
+            self._on_syncer_restarted({}, time_s)  # it writes again
         for key in (
             "step", "merges", "merges_per_s", "quorum_time_s", "grace_time_s", "merge_time_s",
             "goodput", "uptime", "tokens_per_s",
@@ -408,7 +460,7 @@ class RunView:
 
     def _on_join(self, record: Mapping[str, Any], time_s: float) -> None:
         island = self._island(record.get("learner"))
-        again = island.state == "gone"
+        again = island.state in _AWAY
         self._set_state(island, "training", "", time_s)
         island.seen_s = time_s
         step = whole(record, "step")
@@ -423,22 +475,156 @@ class RunView:
             self._set_state(island, "finished", reason, time_s)
             self._add_log("leave", f"{island.name} finished at step {island.step}", "info", time_s)
             return
-        self._set_state(island, "gone", reason or "no reason given", time_s)
-        self._add_log("leave", f"{island.name} is gone: {island.reason}", "bad", time_s)
+        reason = reason or "no reason given"
+        if island.state == "given up" or (island.state == "restarting" and record.get("returns") is not False):
+            pass  # its supervisor knew before the syncer did, and its word says more
+        elif record.get("returns") is False:
+            self._away(island, "left", reason, time_s)
+        else:
+            self._away(island, "gone", reason, time_s)
+        how = "left" if island.state == "left" else "is gone"
+        self._add_log("leave", f"{island.name} {how}: {reason}", "info" if how == "left" else "bad", time_s)
         self._check_quorum(time_s)
+
+    def _away(self, island: _Island, state: str, reason: str, time_s: float) -> None:
+        self._set_state(island, state, reason, time_s)
+        island.last_reason = reason
 
     def _check_quorum(self, time_s: float) -> None:
         """Say when too few are left for a merge, and when there are enough again."""
+        if self._syncer_counts:
+            return
         live = self._live()
-        lost = live < self.quorum and any(i.state == "gone" for i in self._islands.values())
-        if lost:
+        lost = live < self.quorum and any(i.state in _AWAY for i in self._islands.values())
+        if lost and (not self._quorum_lost or live != self._told_live):
+            self._told_live = live
             self._add_log("quorum", f"waiting for quorum {live}/{self.quorum}", "bad", time_s)
-        elif self._quorum_lost:
+        elif not lost and self._quorum_lost:
             self._add_log("quorum", f"quorum is back: {live}/{self.quorum}", "good", time_s)
         self._quorum_lost = lost
 
     def _live(self) -> int:
-        return sum(island.state in ("training", "waiting") for island in self._islands.values())
+        return sum(island.state in _RUNNING for island in self._islands.values())
+
+    def _on_waiting_for_quorum(self, record: Mapping[str, Any], time_s: float) -> None:
+        available, timeout_s = whole(record, "available"), number(record, "timeout_s")
+        self.quorum = whole(record, "quorum") or self.quorum
+        if self._quorum_lost and self._log and self._log[-1].event == "quorum":
+            del self._log[-1], self._log_keys[-1]  # what was told by the islands' leaving; the syncer knows more
+        self._available = self._live() if available is None else available
+        self._syncer_counts = True
+        self._quorum_lost = True
+        most = "" if timeout_s is None else f", for at most {figures.span(timeout_s)}"
+        self._add_log("quorum", f"waiting for quorum {self._available}/{self.quorum}{most}", "bad", time_s)
+
+    def _on_quorum_back(self, record: Mapping[str, Any], time_s: float) -> None:
+        self._available = None
+        if self._quorum_lost:
+            self._quorum_lost = False
+            available = whole(record, "available")
+            live = self._live() if available is None else available
+            self._add_log("quorum", f"quorum is back: {live}/{self.quorum}", "good", time_s)
+
+    # ---- failures, restarts, snapshots ----
+
+    def _island_of(self, process: object) -> _Island | None:
+        """The island that a process (island-1, or island-1.0 for one rank of it) belongs to; None: the syncer."""
+        name = clean(process, 64)
+        if name == "syncer":
+            return None
+        head, dot, rank = name.rpartition(".")
+        return self._island(head if dot and rank.isdecimal() and name not in self._islands else name)
+
+    def _on_restart(self, record: Mapping[str, Any], time_s: float) -> None:
+        island = self._island_of(record.get("process"))
+        attempt, delay_s = whole(record, "attempt"), number(record, "delay_s")
+        reason = clean(record.get("reason") or "it ended")
+        again = f"attempt {attempt}" if attempt else "started again"
+        when = f" in {figures.span(delay_s)}" if delay_s else ""
+        if island is None:
+            self._syncer_restarts += 1
+            self._syncer_down, self._syncer_down_s = f"{again}{when}: {reason}", time_s
+        else:
+            island.restarts += 1
+            self._away(island, "restarting", f"{again}{when}: {reason}", time_s)
+            island.last_reason = reason
+        name = "syncer" if island is None else island.name
+        self._add_log("restart", f"{name}, {again}{when}: {reason}", "warn", time_s)
+        self._check_quorum(time_s)
+
+    def _on_syncer_restarted(self, record: Mapping[str, Any], time_s: float) -> None:
+        if not self._syncer_down:
+            return
+        self._syncer_down = ""
+        for island in self._islands.values():
+            island.seen_s = time_s if island.seen_s is not None else None
+        self._available = None  # if it still waits, it says so again
+        self._add_log("restart", "the syncer is back", "good", time_s)
+
+    def _on_given_up(self, record: Mapping[str, Any], time_s: float) -> None:
+        island = self._island_of(record.get("process"))
+        reason = clean(record.get("reason") or "no reason given")
+        if island is None:
+            self._syncer_down, self._syncer_down_s = f"given up: {reason}", math.inf
+        else:
+            self._away(island, "given up", reason, time_s)
+        self._add_log("given up", f"{'syncer' if island is None else island.name}: {reason}", "bad", time_s)
+        self._check_quorum(time_s)
+
+    def _on_unhealthy(self, record: Mapping[str, Any], time_s: float) -> None:
+        island = self._island(record.get("learner"))
+        reason, in_a_row = clean(record.get("reason") or "no reason given"), whole(record, "in_a_row")
+        text = reason + (f" ({in_a_row} in a row)" if in_a_row and in_a_row > 1 else "")
+        if island.state in (*_RUNNING, "starting"):
+            self._away(island, "unhealthy", text, time_s)
+        self._add_log("unhealthy", f"{island.name}: {text}", "bad", time_s)
+
+    def _on_expelled(self, record: Mapping[str, Any], time_s: float) -> None:
+        island = self._island(record.get("learner"))
+        reason = clean(record.get("reason") or "no reason given")
+        if island.state not in ("restarting", "given up"):
+            self._away(island, "gone", f"taken out: {reason}", time_s)
+        self._add_log("expelled", f"{island.name} is taken out until it restarts: {reason}", "bad", time_s)
+        self._check_quorum(time_s)
+
+    def _on_fault(self, record: Mapping[str, Any], time_s: float) -> None:
+        target, kind = clean(record.get("target") or "?", 64), clean(record.get("kind") or "?", 24)
+        self._faults[kind if len(self._faults) < 64 or kind in self._faults else "other"] += 1
+        text = clean(record.get("text") or f"{kind}, {target}")
+        self._add_log("fault", text if target in text else f"{target}: {text}", "warn", time_s)
+
+    def _on_repaired(self, record: Mapping[str, Any], time_s: float) -> None:
+        target, kind = clean(record.get("target") or "?", 64), clean(record.get("kind") or "fault", 24)
+        self._add_log("repaired", f"{target}: {kind} is over", "good", time_s)
+
+    def _on_snapshot(self, record: Mapping[str, Any], time_s: float) -> None:
+        step, num_bytes, seconds = whole(record, "step"), whole(record, "bytes"), number(record, "seconds")
+        path = clean(record.get("path") or "", 4096)
+        self._snapshot = Snapshot(step=step, path=path, num_bytes=num_bytes, time_s=time_s)
+        size = "" if num_bytes is None else f", {figures.count(num_bytes)}B"
+        took = "" if seconds is None else f" in {figures.span(seconds)}"
+        self._add_log("snapshot", f"step {'?' if step is None else step}{size}{took}", "info", time_s)
+
+    def _on_snapshot_failed(self, record: Mapping[str, Any], time_s: float) -> None:
+        reason = clean(record.get("reason") or "no reason given")
+        self._add_log("snapshot", f"failed, training goes on: {reason}", "bad", time_s, key=f"no snapshot {reason}")
+
+    def _on_resumed(self, record: Mapping[str, Any], time_s: float) -> None:
+        """The run goes on from a snapshot: what came after it on the tape is undone."""
+        step = whole(record, "step")
+        self._latest_s = time_s
+        self._status, self._status_reason = None, ""
+        self._quorum_lost, self._available, self._syncer_down = False, None, ""
+        self._progress.clear()
+        self._first_progress_s = None
+        for island in self._islands.values():
+            island.step = island.step if step is None else min(island.step, step)
+            island.seen_s = None
+            if island.state != "left":
+                self._set_state(island, "starting", "", time_s)
+        source = clean(record.get("snapshot") or "", 200)
+        text = f"at step {'?' if step is None else step}" + (f" from {source}" if source else "")
+        self._add_log("resumed", text, "good", time_s)
 
     def _on_merge(self, record: Mapping[str, Any], time_s: float) -> None:
         fragment, version = whole(record, "fragment"), whole(record, "version")
@@ -446,7 +632,11 @@ class RunView:
         names = [self._island(name) for name in learners] if isinstance(learners, list | tuple) else []
         for island in names:
             island.merged_s, island.merged_fragment = time_s, fragment
+            if island.state == "unhealthy":
+                self._set_state(island, "training", "", time_s)
         self._merges += 1
+        if self._available is not None:
+            self._on_quorum_back({}, time_s)
         self._merge_times.append(time_s)
         self._last_merge_learners = len(names)
         for key in ("quorum_time_s", "grace_time_s", "merge_time_s"):
@@ -513,7 +703,7 @@ class RunView:
         self._status = clean(record.get("status") or "finished", 24).replace("_", " ")
         self._status_reason = clean(record.get("reason") or "")
         for island in self._islands.values():
-            if island.state in ("training", "waiting"):
+            if island.state in _RUNNING:
                 self._set_state(island, "finished", "", time_s)
         level = "good" if self._status == "completed" else "bad"
         text = self._status + (f": {self._status_reason}" if self._status_reason else "")
@@ -537,6 +727,10 @@ class RunView:
             )
         )
         self._log_keys.append(key)
+        if level in ("warn", "bad") and not routine:
+            if count > 1 and self._trouble and self._trouble[-1].event == event:
+                self._trouble.pop()
+            self._trouble.append(self._log[-1])
 
     # ---- snapshot out ----
 
@@ -547,10 +741,12 @@ class RunView:
         progress = None if not target else min(1.0, step / target)
         if self._status == "completed":
             progress = 1.0
-        training = [island for island in islands if island.state == "training"]
+        training = [island for island in islands if island.state in ("training", "unhealthy")]
         losses = [island.metrics["loss"] for island in training or islands if "loss" in island.metrics]
         # Of a run that is over: those who were there to its end.
         live = self._live() or sum(island.state == "finished" for island in self._islands.values())
+        if self._available is not None and self._status is None:
+            live = self._available
         return RunSnapshot(
             name=self.name,
             algorithm=self.algorithm,
@@ -574,7 +770,12 @@ class RunView:
             quorum=self.quorum,
             live=live,
             quorum_lost=self._quorum_lost and self._status is None,
+            syncer_down=self._syncer_down if self._status is None else "",
+            restarts=self._syncer_restarts + sum(island.restarts for island in islands),
+            faults=dict(self._faults),
+            snapshot=self._snapshot,
             log=tuple(self._log),
+            trouble=tuple(self._trouble),
         )
 
     def _max_step(self) -> int:
@@ -604,12 +805,16 @@ class RunView:
         if staleness is None and island.installed_step is not None:
             staleness = max(0, island.step - island.installed_step)
         up_max, down_max = self._link_bps.get(island.name, (None, None))
-        running = island.state in ("training", "waiting")
-        silent = None if island.seen_s is None or not running else now_s - island.seen_s
+        running = island.state in _RUNNING
+        # Reports come through the syncer: while that is away, nobody's silence says anything.
+        heard = island.seen_s is not None and running and not self._syncer_down
+        silent = now_s - island.seen_s if heard and island.seen_s is not None else None
         return IslandSnapshot(
             name=island.name,
             state=island.state,
             reason=island.reason,
+            last_reason=island.last_reason,
+            restarts=island.restarts,
             since_s=island.since_s,
             step=island.step,
             tokens=int(metrics.get("tokens", 0)),

@@ -562,6 +562,197 @@ def test_quiet_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
+# ---- failures, restarts, snapshots, resumption ----
+
+
+def troubled(*events: dict[str, Any], at: float = 40.0) -> RunView:
+    """The tape, and then `events` one second apart."""
+    made = RunView(quorum=2)
+    made.apply_all([*tape(), *({"time": at + i, **event} for i, event in enumerate(events))])
+    return made
+
+
+def state_of(made: RunView, name: str) -> str:
+    return next(island.state for island in made.snapshot(60.0).islands if island.name == name)
+
+
+def report(name: str, step: int = 400) -> dict[str, Any]:
+    return {"source": name, "step": step, "loss": 2.0, "state": "training", "tokens_per_s": 1.0}
+
+
+RESTART = {"event": "restart", "process": "island-1", "attempt": 2, "reason": "killed by SIGKILL", "delay_s": 4.0}
+GONE = {"event": "leave", "learner": "island-1", "reason": "connection lost", "returns": True}
+
+
+@pytest.mark.parametrize("events", [(RESTART, GONE), (GONE, RESTART), (RESTART, GONE, report("island-1"))])
+def test_an_island_restarts_whoever_notices_first_and_is_back_with_its_join(events: Any) -> None:
+    made = troubled(*events)
+    assert state_of(made, "island-1") == "restarting"
+    shown = render(made.snapshot(45.0), 80, 24).plain
+    assert "restarting" in shown
+    assert "attempt 2 in 4 s: killed by SIGKILL" in shown
+    made.apply({"time": 50.0, "event": "join", "learner": "island-1", "step": 300})
+    island = next(i for i in made.snapshot(51.0).islands if i.name == "island-1")
+    assert (island.state, island.restarts, island.last_reason) == ("training", 1, "killed by SIGKILL")
+    assert made.snapshot(51.0).log[-1].text == "island-1 is back at step 300"
+    assert made.snapshot(51.0).restarts == 1
+
+
+def test_a_rank_that_restarts_is_its_islands_and_the_syncer_is_its_own() -> None:
+    made = troubled({**RESTART, "process": "island-1.0"}, {**RESTART, "process": "syncer", "delay_s": 0})
+    assert state_of(made, "island-1") == "restarting"
+    assert [island.name for island in made.snapshot(45.0).islands] == [f"island-{i}" for i in range(4)]
+    snapshot = made.snapshot(45.0)
+    assert snapshot.restarts == 2
+    assert "syncer restarting" in render(snapshot, 80, 24).plain.splitlines()[0]
+    # Reports come through the syncer, so that nobody is called silent meanwhile, and all have their time afterwards.
+    assert {island.silent_s for island in made.snapshot(500.0).islands} == {None}
+    made.apply({"time": 500.0, "event": "syncer_restarted"})
+    assert {island.silent_s for island in made.snapshot(502.0).islands} == {None}
+    assert "syncer restarting" not in render(made.snapshot(502.0), 80, 24).plain
+    made.apply({"time": 502.0, **RESTART, "process": "syncer"})
+    made.apply({"time": 501.9, "source": "syncer", "step": 350})  # written before it died, read after
+    assert made.snapshot(502.0).syncer_down
+    made.apply({"time": 502.5, "source": "syncer", "step": 350})
+    assert not made.snapshot(502.5).syncer_down
+    made.apply({"time": 503.0, "event": "given_up", "process": "syncer", "reason": "10 starts came to nothing"})
+    assert "syncer given up" in render(made.snapshot(504.0), 80, 24).plain
+
+
+def test_given_up_and_left_stay_what_they_are() -> None:
+    gives_up = {"event": "given_up", "process": "island-1", "reason": "10 starts came to nothing"}
+    left = {"event": "leave", "learner": "island-3", "reason": "taken out by diloco leave", "returns": False}
+    made = troubled(RESTART, gives_up, GONE, left, report("island-1"), report("island-3"))
+    assert state_of(made, "island-1") == "given up"
+    assert state_of(made, "island-3") == "left"
+    shown = render(made.snapshot(50.0), 80, 24).plain
+    assert "given up" in shown
+    assert "10 starts came to nothing" in shown
+    assert "left" in shown
+    assert made.snapshot(50.0).live == 1
+    plain = io.StringIO()
+    lines = PlainLines(plain)
+    lines.start(made)
+    lines.update(made, 50.0)
+    lines.stop()
+    assert "given_up=1" in plain.getvalue()
+    assert "left=1" in plain.getvalue()
+    assert "given up: island-1: 10 starts came to nothing" in plain.getvalue()
+
+
+def test_unhealthy_until_something_of_it_is_merged_and_out_at_the_third() -> None:
+    bad = {"event": "unhealthy", "learner": "island-1", "reason": "NaN in fragment 2", "in_a_row": 2}
+    made = troubled(bad, report("island-1"))
+    assert state_of(made, "island-1") == "unhealthy"
+    assert made.snapshot(42.0).live == 3  # it still trains
+    assert "NaN in fragment 2 (2 in a row)" in render(made.snapshot(42.0), 80, 24).plain
+    made.apply({"time": 43.0, "event": "merge", "fragment": 0, "version": 30, "learners": ["island-1"]})
+    assert state_of(made, "island-1") == "training"
+    made.apply({"time": 44.0, "event": "expelled", "learner": "island-1", "reason": "3 bad contributions in a row"})
+    assert state_of(made, "island-1") == "gone"
+    assert "taken out until it restarts" in made.snapshot(45.0).trouble[-1].text
+
+
+def test_waiting_for_a_quorum_is_on_the_screen_at_once() -> None:
+    """The syncer's word counts, also where the islands' states do not show it (one hangs)."""
+    waits = {"event": "waiting_for_quorum", "available": 1, "quorum": 2, "timeout_s": 120.0}
+    made = troubled(waits)
+    for width, height in ((80, 24), (200, 60)):
+        assert "waiting for quorum 1/2" in render(made.snapshot(40.0), width, height).plain.splitlines()[0]
+    plain = io.StringIO()
+    lines = PlainLines(plain)
+    lines.start(made)
+    lines.update(made, 40.0)
+    assert "quorum: waiting for quorum 1/2, for at most 2:00" in plain.getvalue()
+    made.apply({"time": 41.0, "event": "join", "learner": "island-2", "step": 1})  # not yet enough for the syncer
+    assert made.snapshot(41.0).quorum_lost
+    made.apply({"time": 42.0, "event": "quorum_back"})
+    assert not made.snapshot(42.0).quorum_lost
+    assert made.snapshot(42.0).log[-1].text.startswith("quorum is back")
+    again = troubled(waits, {"event": "merge", "fragment": 0, "version": 31, "learners": ["island-0", "island-1"]})
+    assert not again.snapshot(45.0).quorum_lost
+
+
+def test_a_quorum_lost_by_leaving_is_told_once_with_its_limit() -> None:
+    made = troubled(
+        GONE,
+        {**GONE, "learner": "island-3"},
+        {"event": "waiting_for_quorum", "available": 1, "quorum": 2, "timeout_s": 30.0},
+        {**RESTART, "process": "island-3"},
+    )
+    told = [line.text for line in made.snapshot(45.0).log if line.event == "quorum"]
+    assert told == ["waiting for quorum 1/2, for at most 30 s"]
+
+
+def test_faults_repairs_and_snapshots_are_counted_and_told() -> None:
+    made = troubled(
+        {"event": "fault", "target": "island-1", "kind": "slow", "text": "island-1 at half speed for 5s"},
+        {"event": "fault", "target": "island-0", "kind": "crash", "text": "crash"},
+        {"event": "fault", "target": "syncer", "kind": "crash"},
+        {"event": "repaired", "target": "island-1", "kind": "slow"},
+        {"event": "snapshot", "step": 300, "path": "checkpoints/step-300", "bytes": 12_300_000, "seconds": 0.25},
+        {"event": "snapshot_failed", "reason": "no space left on device"},
+        {"event": "snapshot_failed", "reason": "no space left on device"},
+    )
+    snapshot = made.snapshot(50.0)
+    assert snapshot.faults == {"slow": 1, "crash": 2}
+    assert snapshot.snapshot is not None
+    assert (snapshot.snapshot.step, snapshot.snapshot.path) == (300, "checkpoints/step-300")
+    texts = [line.text for line in snapshot.log]
+    for text in (
+        "island-1 at half speed for 5s",
+        "island-0: crash",
+        "island-1: slow is over",
+        "step 300, 12.3MB in 250 ms",
+        "failed, training goes on: no space left on device",
+    ):
+        assert text in texts, text
+    assert snapshot.trouble[-1].count == 2
+    assert [line.event for line in snapshot.trouble if line.time >= 40] == ["fault", "fault", "fault", "snapshot"]
+    wide = render(snapshot, 120, 50).plain
+    assert "step 300, 6.0s ago" in wide
+    assert "3 faults, 0 restarts" in wide
+
+
+def test_a_fault_is_remembered_over_thousands_of_merges() -> None:
+    made = troubled({"event": "fault", "target": "island-0", "kind": "crash", "text": "x"})
+    for i in range(3000):
+        made.apply({"time": 50.0 + i, "event": "merge", "fragment": 0, "version": i, "learners": ["island-0"]})
+        made.apply({"time": 50.0 + i, "event": "evaluation", "learner": "island-0", "step": i, "loss": 2.0})
+    assert made.snapshot(4000.0).trouble[-1].text == "island-0: x"
+
+
+def test_a_resumed_run_goes_on_from_its_snapshot() -> None:
+    made = troubled({"event": "finish", "status": "failed", "reason": "the syncer died"})
+    assert made.snapshot(41.0).status == "failed"
+    made.apply({"time": 2.0, "event": "resumed", "step": 300, "snapshot": "checkpoints/step-300"})
+    snapshot = made.snapshot(3.0)
+    assert snapshot.status is None
+    assert snapshot.step == 300  # the fastest was at 350; what came after the snapshot is done again
+    assert made.latest_s == 2.0
+    assert {island.state for island in snapshot.islands} == {"starting"}
+    assert snapshot.log[-1].text == "at step 300 from checkpoints/step-300"
+    made.apply({"time": 4.0, "event": "join", "learner": "island-0", "step": 300})
+    made.apply({"time": 5.0, **report("island-0", 310)})
+    assert made.snapshot(5.0).step == 310
+    assert state_of(made, "island-0") == "training"
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_all_new_states_fit_every_window(width: int, height: int) -> None:
+    made = troubled(
+        {**RESTART, "reason": "日本 " * 80},
+        {"event": "unhealthy", "learner": "island-0", "reason": "x" * 500, "in_a_row": 2},
+        {"event": "given_up", "process": "island-3", "reason": "x" * 500},
+        {**RESTART, "process": "syncer", "reason": "y" * 500},
+        {"event": "waiting_for_quorum", "available": 0, "quorum": 2, "timeout_s": 1e9},
+        {"event": "snapshot", "step": 10**12, "path": "p" * 5000, "bytes": 10**15, "seconds": 1.0},
+        {"event": "fault", "target": "z" * 300, "kind": "k" * 300, "text": "t" * 3000},
+    )
+    lines = render(made.snapshot(60.0), width, height).plain.splitlines()
+    assert [cell_len(line) for line in lines] == [width] * height
+
+
 class Terminal:
     """A pseudo terminal with a size; `stream` is the program's end."""
 
