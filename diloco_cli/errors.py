@@ -3,6 +3,7 @@
     DilocoError            1  the run failed
     +-- ConfigError        2  wrong usage or configuration; nothing was started
     +-- EnvironmentNotReady  3  a port, disk, host or package is not ready
+    |   +-- LostConnection   3  the other side of a link is not there; the supervisor tries again
     +-- QuorumLost         4  fewer learners than the quorum are left
     +-- Interrupted        130 / 143  stopped by a signal, in order
 
@@ -60,6 +61,10 @@ class EnvironmentNotReady(DilocoError):
     """This machine (or a host, port, package) is not ready."""
 
     exit_code = EXIT_ENVIRONMENT
+
+
+class LostConnection(EnvironmentNotReady):
+    """The other side of a link could not be reached, or went away: trying again may help."""
 
 
 class QuorumLost(DilocoError):

@@ -17,6 +17,10 @@ from typing import Annotated, Any
 import typer
 
 from diloco_cli import __version__
+from diloco_cli.cli import inspect as inspect_commands
+from diloco_cli.cli import look_back as look_back_commands
+from diloco_cli.cli import members as members_commands
+from diloco_cli.cli import resume as resume_command
 from diloco_cli.cli import simulate as simulate_command
 from diloco_cli.errors import EXIT_CONFIG, EXIT_SIGINT, DilocoError
 
@@ -108,6 +112,10 @@ def train(
     return commands.train(overrides or [], options)
 
 
+resume_command.register(app)
+inspect_commands.register(app)
+look_back_commands.register(app)
+members_commands.register(app)
 simulate_command.register(app)
 
 

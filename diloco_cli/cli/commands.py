@@ -62,12 +62,12 @@ def train(arguments: list[str], options: TrainOptions) -> int:
         # What a stopped run has got done is a result; cli.app prints the rest (and, with --json, the summary).
         stopped = getattr(error, "summary", None)
         if stopped and stopped.get("status") == "stopped" and not options.json_output:
-            _print_summary(stopped, cfg.model.entry_point)
+            print_summary(stopped, cfg.model.entry_point)
         raise
     if options.json_output:
-        _print_json(summary)
+        print_json(summary)
     else:
-        _print_summary(summary, cfg.model.entry_point)
+        print_summary(summary, cfg.model.entry_point)
     return exit_code(summary)
 
 
@@ -109,7 +109,7 @@ def _show_plans(runs: list[tuple[list[str], Config]], options: TrainOptions) -> 
         print(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
         print(render_plan(plan))
     if options.json_output:
-        _print_json(documents if options.multirun else documents[0])
+        print_json(documents if options.multirun else documents[0])
 
 
 def _sweep(conf: str | None, overrides: list[str], options: TrainOptions) -> int:
@@ -147,7 +147,7 @@ def _sweep(conf: str | None, overrides: list[str], options: TrainOptions) -> int
             # Stopped by the user: the runs that were to follow are not wanted either.
             break
     if options.json_output:
-        _print_json(results)
+        print_json(results)
     else:
         _print_table(["run", "overrides", "status", "validation", "tokens/s", "time"], [_row(r) for r in results])
         print(f"all in {folder}")
@@ -167,7 +167,8 @@ def _row(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _print_summary(summary: Mapping[str, Any], entry_point: str | None) -> None:
+def print_summary(summary: Mapping[str, Any], entry_point: str | None) -> None:
+    """A run's summary as rows, and what to type next."""
     from diloco_cli.observe.summary import next_commands, summary_rows
 
     rows = list(summary_rows(summary))
@@ -190,7 +191,7 @@ def evaluate(run: str, max_sequences: int, device: str, trust_entry_point: str |
 
     result = evaluate_run(folder, max_sequences, allow_entry_point=trust_entry_point, device=device)
     if json_output:
-        _print_json({"schema_version": SCHEMA_VERSION, **result})
+        print_json({"schema_version": SCHEMA_VERSION, **result})
         return EXIT_OK
     loss = result["loss"]
     print(f"validation loss  {loss['validation']:.4f} nats per token, perplexity {result['perplexity']:.2f}")
@@ -222,7 +223,7 @@ def generate(
         show = lambda text: print(printable(text), end="", flush=True)  # noqa: E731
     text = export.generate(model, loaded.tokenizer, prompt, context=loaded.cfg.data.seq_len, on_text=show, **sampling)
     if json_output:
-        _print_json({"schema_version": SCHEMA_VERSION, "run_dir": str(folder), "prompt": prompt, "text": text})
+        print_json({"schema_version": SCHEMA_VERSION, "run_dir": str(folder), "prompt": prompt, "text": text})
     else:
         print()
     return EXIT_OK
@@ -236,14 +237,16 @@ def export(run: str, to: Path, trust_entry_point: str | None, json_output: bool)
     written = export_llama(folder, to, allow_entry_point=trust_entry_point)
     files = sorted(p.name for p in written.iterdir())
     if json_output:
-        _print_json({"schema_version": SCHEMA_VERSION, "folder": str(written), "files": files})
+        print_json({"schema_version": SCHEMA_VERSION, "folder": str(written), "files": files})
     else:
         print(f"{written}: {', '.join(files)}")
     return EXIT_OK
 
 
-def find_run(run: str) -> Path:
-    """The folder that RUN names: a path, or a name under ./runs."""
+def find_run(run: str | None) -> Path:
+    """The folder that RUN names: a path, or a name under ./runs; None: the newest run in ./runs."""
+    if run is None:
+        return _newest_run()
     for folder in (Path(run), Path("runs") / run):
         if run and folder.is_dir():
             return folder
@@ -254,6 +257,21 @@ def find_run(run: str) -> Path:
     close = nearest(Path(run).name, names) or next((n for n in reversed(names) if n.startswith(run) and run), "")
     hint = f"did you mean {close}?" if close else f"./runs has {', '.join(names[-3:])}" if names else "./runs is empty"
     raise ConfigError(f"there is no run {run!r}", where=str(Path.cwd()), hint=hint)
+
+
+def _newest_run() -> Path:
+    """The one that was started last: its config.yaml is written once, at the start."""
+    found = []
+    for file in Path("runs").glob("*/config.yaml"):
+        try:
+            found.append((file.stat().st_mtime_ns, file.parent.name, file.parent))
+        except OSError:  # removed meanwhile
+            continue
+    if not found:
+        raise ConfigError(
+            "there is no run in ./runs", where=str(Path.cwd()), hint="name one, or start one: diloco train"
+        )
+    return max(found)[2]
 
 
 def _check_device(name: str) -> None:
@@ -278,7 +296,7 @@ def recipes(json_output: bool) -> int:
 
     found = list_recipes()
     if json_output:
-        _print_json(
+        print_json(
             {
                 "schema_version": SCHEMA_VERSION,
                 "recipes": [{**dataclasses.asdict(r), "path": str(r.path)} for r in found],
@@ -309,7 +327,7 @@ def config(group: str | None, json_output: bool) -> int:
         )
     shown = list(groups) if group is None else [group]
     if json_output:
-        _print_json(
+        print_json(
             {
                 "schema_version": SCHEMA_VERSION,
                 "groups": [
@@ -380,7 +398,8 @@ def _short(value: Any) -> str:
     return plain if isinstance(plain, str) else json.dumps(plain)
 
 
-def _print_json(document: Any) -> None:
+def print_json(document: Any) -> None:
+    """One JSON document on stdout."""
     print(json.dumps(document, allow_nan=False))
 
 

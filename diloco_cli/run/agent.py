@@ -7,6 +7,8 @@ Owns nothing but the command line for torchrun. Called by: run.children.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 from diloco_cli.run import process
@@ -38,10 +40,24 @@ def main() -> None:
     """Become the agent."""
     run, island, nproc_per_node = sys.argv[1:]
     process.die_with_parent()
+    os.environ[process.PARENT] = str(os.getpid())
     process.ignore_terminal_signals()
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    torchrun(torchrun_arguments(run, island, int(nproc_per_node)))
+    try:
+        torchrun(torchrun_arguments(run, island, int(nproc_per_node)))
+    except ChildFailedError as error:
+        sys.exit(exit_code([failure.exitcode for failure in error.failures.values()]))
+
+
+def exit_code(codes: list[int]) -> int:
+    """The island's, from those of the ranks that failed, the first one first; 128 + the number for a signal.
+
+    A rank that was killed is the cause of what the others say of it.
+    """
+    code = -signal.SIGKILL if -signal.SIGKILL in codes else codes[0]
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

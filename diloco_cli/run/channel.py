@@ -58,6 +58,7 @@ class Channel:
         self._closed = threading.Event()
         self._close_reason = ""
         self._send_lock = threading.Lock()
+        self._spoil_next = False
         self._sealed_in = memoryview(bytearray(CHUNK_BYTES + TAG_BYTES))
         # Buffers of sealed chunks that may be written again: touching fresh memory costs more than the encryption.
         self._spare: deque[memoryview] = deque()
@@ -90,7 +91,15 @@ class Channel:
             if sealer is None:
                 return
             for start in range(0, len(body), step):
-                self._send_chunk(sealer.seal(body[start : start + step], self._spare_buffer()))
+                sealed = sealer.seal(body[start : start + step], self._spare_buffer())
+                if self._spoil_next:
+                    self._spoil_next = False
+                    sealed[-1] ^= 1
+                self._send_chunk(sealed)
+
+    def spoil_next(self) -> None:
+        """Change a byte of the next payload on its way: a failure on purpose, which the peer must notice."""
+        self._spoil_next = True
 
     def receive(
         self, allocate: Allocate, on_progress: Callable[[int], None] | None = None
@@ -160,7 +169,7 @@ class Channel:
         if self._closed.is_set():
             raise ChannelClosed(self._close_reason)
         shaper = self._shaper
-        if not shaper.limited and not shaper.delayed:
+        if shaper.passes:
             self._write(data)
             shaper.departed(len(data))
             return
@@ -169,6 +178,9 @@ class Channel:
         if wait > 0 and self._closed.wait(wait):
             raise ChannelClosed(self._close_reason)
         shaper.departed(len(data))
+        if self._delay_line is None and release_s > depart_s:
+            # The link has become slow.
+            self._delay_line = DelayLine(self._write, shaper.delay_line_bytes, f"delay-{self.peer}")
         if self._delay_line is None:
             self._write(data)
         elif not self._delay_line.put(release_s, data):

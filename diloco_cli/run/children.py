@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -26,6 +27,12 @@ from diloco_cli.run.rundir import RunDir
 
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "diloco_cli.run.children"]
 
+
+RETURN_VARIABLE = "DILOCO_RETURN_TO_STEP"
+"""For the ranks of an island at its first start after `diloco resume`: the snapshot to go on from."""
+
+# A killed process is gone in milliseconds, unless the kernel keeps it in a system call.
+REAP_TIMEOUT_S = 2.0
 
 CHILD_ENVIRONMENT = {
     # A file called like a standard module in the user's folder must not break torch.
@@ -51,7 +58,10 @@ class Child(Protocol):
         """Ask it to end (SIGTERM)."""
 
     def kill(self) -> None:
-        """End it now, with its whole process group."""
+        """SIGKILL to it and its whole process group. Does not wait."""
+
+    def reap(self) -> None:
+        """Wait for the end, after kill()."""
 
 
 def threads_per_rank(cfg: Config, name: str) -> int:
@@ -75,18 +85,26 @@ def syncer_threads(cfg: Config) -> int:
 
 
 class Children:
-    """Starts the processes of one run."""
+    """Starts the processes of one run.
+
+    Attributes:
+        cfg: what they are started by; replaced when an island joins.
+    """
 
     def __init__(self, run: RunDir, cfg: Config, listening: socket.socket) -> None:
         self._run = run
-        self._cfg = cfg
+        self.cfg = cfg
         self._listening = listening
         self._forks = cfg.launcher.kind is LauncherKind.forkserver
         self._control_write: int | None = None
+        self.return_to: int | None = None
+        """Step of the snapshot that islands go on from at their first start."""
+        self._returned: set[str] = set()
 
     def start_syncer(self) -> Child:
-        """Start the syncer with the listening socket and a control pipe."""
-        env = {"OMP_NUM_THREADS": str(syncer_threads(self._cfg))}
+        """Start the syncer with the listening socket, which outlives it, and a control pipe of its own."""
+        self.close()
+        env = {"OMP_NUM_THREADS": str(syncer_threads(self.cfg))}
         if self._forks:
             context = _forkserver()
             reader, writer = context.Pipe(duplex=False)
@@ -106,8 +124,11 @@ class Children:
 
     def start_island(self, name: str) -> Child:
         """Start one island's ranks."""
-        island = self._cfg.island(name)
-        env = {**island.env, "OMP_NUM_THREADS": str(threads_per_rank(self._cfg, name))}
+        island = self.cfg.island(name)
+        env = {**island.env, "OMP_NUM_THREADS": str(threads_per_rank(self.cfg, name)), RETURN_VARIABLE: ""}
+        if self.return_to is not None and name not in self._returned:
+            self._returned.add(name)
+            env[RETURN_VARIABLE] = str(self.return_to)
         if not self._forks:
             arguments = ["diloco_cli.run.agent", str(self._run.path), name, str(island.nproc_per_node)]
             return self._popen(name, arguments, env, ())
@@ -141,7 +162,7 @@ class Children:
                 pass_fds=fds,
                 # A session of its own: Ctrl-C in the terminal reaches the launcher alone, and the group can be killed.
                 start_new_session=True,
-                env={**CHILD_ENVIRONMENT, **os.environ, "PYTHONSAFEPATH": "1", **env},
+                env={**CHILD_ENVIRONMENT, **os.environ, "PYTHONSAFEPATH": "1", **env, process.PARENT: str(os.getpid())},
             )
         return _PopenChild(name, popen)
 
@@ -150,9 +171,12 @@ class _PopenChild:
     def __init__(self, name: str, popen: subprocess.Popen[bytes]) -> None:
         self.name = name
         self._popen = popen
+        self._killed: set[int] = set()
 
     def poll(self) -> int | None:
-        return self._popen.poll()
+        code = self._popen.poll()
+        # As shells do, and run.agent: above 128 it stands for a signal.
+        return code if code is None or code <= 128 else 128 - code
 
     def pids(self) -> list[int]:
         return [self._popen.pid]
@@ -162,12 +186,23 @@ class _PopenChild:
             self._popen.terminate()
 
     def kill(self) -> None:
+        # torchrun gives each rank a session of its own. They would die with it all the same, only a moment later.
+        below = _descendants(self._popen.pid) if self._popen.returncode is None else []
+        for pid in below:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        self._killed.update(below)
         # Even when the agent is gone, members of its group may be there.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         with suppress(ProcessLookupError):
             self._popen.kill()
+
+    def reap(self) -> None:
         self._popen.wait()
+        deadline_s = time.monotonic() + REAP_TIMEOUT_S
+        while any(_is_there(pid) for pid in self._killed) and time.monotonic() < deadline_s:
+            time.sleep(0.005)
 
 
 class _ForkedChild:
@@ -177,11 +212,11 @@ class _ForkedChild:
 
     def poll(self) -> int | None:
         codes = [r.exitcode for r in self._ranks]
-        failed = [c for c in codes if c]
+        failed = [int(c) for c in codes if c]
         if failed:
-            # As torchrun does: an island that lost a rank is no learner any more.
+            # As torchrun does: an island that lost a rank is no learner any more. The others' errors follow from it.
             self.kill()
-            return int(failed[0])
+            return -signal.SIGKILL if -signal.SIGKILL in failed else failed[0]
         return None if None in codes else 0
 
     def pids(self) -> list[int]:
@@ -194,7 +229,28 @@ class _ForkedChild:
     def kill(self) -> None:
         for rank in self._ranks:
             rank.kill()
+
+    def reap(self) -> None:
+        for rank in self._ranks:
             rank.join()
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes below this one; none where the system does not tell (not Linux)."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, file.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+def _is_there(pid: int) -> bool:
+    """Whether the process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _forkserver() -> ForkServerContext:
@@ -211,7 +267,7 @@ def _fork(target: Any, run: RunDir, name: str, env: dict[str, str], *more: objec
 
 
 def _begin_forked(run: RunDir, name: str, env: dict[str, str]) -> None:
-    process.die_with_parent()
+    process.die_with_parent(os.getppid())
     process.redirect_output(run.log(name))
     os.environ.update(env)
 

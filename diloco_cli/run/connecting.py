@@ -11,7 +11,7 @@ import ssl
 import time
 from contextlib import suppress
 
-from diloco_cli.errors import EnvironmentNotReady
+from diloco_cli.errors import LostConnection
 from diloco_cli.run.channel import Channel, tune_socket
 from diloco_cli.run.credentials import SYNCER, Credentials
 from diloco_cli.run.links import LinkShaper
@@ -49,7 +49,7 @@ def connect(
     door crowded. A wrong certificate is final.
 
     Raises:
-        EnvironmentNotReady: nobody there, not who they should be, or not in time.
+        LostConnection: nobody there, not who they should be, or not in time.
     """
     host, port = parse_address(address) if isinstance(address, str) else address
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -59,10 +59,10 @@ def connect(
         try:
             return _connect_once((host, port), credentials, shaper, hello, deadline, peer)
         except (ssl.SSLError, ProtocolError) as error:
-            raise EnvironmentNotReady(f"no secure connection to the {peer} at {where}", why=str(error)) from None
+            raise LostConnection(f"no secure connection to the {peer} at {where}", why=str(error)) from None
         except OSError as error:
             if time.monotonic() + pause >= deadline:
-                raise EnvironmentNotReady(
+                raise LostConnection(
                     f"cannot reach the {peer} at {where} within {timeout_s:g} s",
                     why=str(error),
                     hint="check the address, firewalls in between, and that the keys are those of this run",

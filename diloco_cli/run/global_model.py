@@ -77,6 +77,23 @@ class GlobalModel:
         self._newest[fragment] = version
         self._payloads[fragment][version] = payload
 
+    def values(self, fragment: int) -> tuple[Tensor, Tensor]:
+        """Theta and the outer state of a fragment, float32 [numel] each: the very ones."""
+        return self._theta[fragment], self._state[fragment]
+
+    def load(self, fragment: int, version: int, theta: Tensor, outer: Tensor) -> None:
+        """Go on from a stored version; versions of a fragment are loaded in rising order. Before anything is merged.
+
+        Raises:
+            ValueError: it has another size.
+        """
+        if theta.shape != self._theta[fragment].shape or outer.shape != self._state[fragment].shape:
+            raise ValueError(f"{tuple(theta.shape)} values where {tuple(self._theta[fragment].shape)} belong")
+        self._theta[fragment].copy_(theta)
+        self._state[fragment].copy_(outer)
+        self._newest[fragment] = version
+        self._payloads[fragment][version] = self._encoded(fragment)
+
     def digest(self, fragment: int) -> str:
         """CRC-32 of Theta's bytes: tells whether a replay came to the same bits."""
         return f"crc32:{zlib.crc32(view(self._theta[fragment].view(torch.uint8))):08x}"

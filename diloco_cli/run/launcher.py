@@ -1,18 +1,19 @@
 """`diloco train` from configuration to summary: starts all processes, shows the run, ends it in order.
 
 Owns: the life of a run on the launcher's side, signals, which error is the first cause, summary.json.
-Must not take part in the protocol: it only tells the syncer which islands' processes have ended, and to stop.
+Must not take part in the protocol: it only tells the syncer which islands' processes have ended, and to stop. When a
+process is started again is decided in run.supervisor.
 Called by: cli.commands; tests.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -24,10 +25,15 @@ from diloco_cli.errors import DilocoError, EnvironmentNotReady, Interrupted, Quo
 from diloco_cli.observe.dashboard import RunView, make_display
 from diloco_cli.observe.events import JsonlWriter, Tail
 from diloco_cli.observe.sinks import make_sinks
-from diloco_cli.run import process
-from diloco_cli.run.children import Child, Children
+from diloco_cli.run.children import Children
 from diloco_cli.run.credentials import SYNCER, issue, make_authority
-from diloco_cli.run.rundir import RunDir, create, write_json
+from diloco_cli.run.groups import Group
+from diloco_cli.run.injector import Injector
+from diloco_cli.run.members import Members
+from diloco_cli.run.resume import Start, prepare
+from diloco_cli.run.rundir import RunDir, create, hold_lock, write_json
+from diloco_cli.run.settings import fault_plan
+from diloco_cli.run.supervisor import End, Pulse, Supervised
 
 SCHEMA_VERSION = 1
 POLL_S = 0.1
@@ -62,6 +68,16 @@ def run_training(
         return Launcher(cfg, run, listening, quiet=quiet).run_to_end()
 
 
+def resume_training(
+    cfg: Config, run: RunDir, start: Start, overrides: list[str], *, changed: bool, quiet: bool = False
+) -> dict[str, Any]:
+    """Go on with a run to its end, as run_training."""
+    with listening_socket(cfg) as listening:
+        return Launcher(cfg, run, listening, quiet=quiet, start=start).run_to_end(
+            lambda: prepare(run, cfg, start, overrides, changed)
+        )
+
+
 @contextmanager
 def listening_socket(cfg: Config) -> Iterator[socket.socket]:
     """The syncer's door, made before anything else, so that a taken port is found out at once."""
@@ -86,30 +102,42 @@ def listening_socket(cfg: Config) -> Iterator[socket.socket]:
 
 
 class Launcher:
-    """One run."""
+    """One run; `start`: where one that is resumed goes on from."""
 
-    def __init__(self, cfg: Config, run: RunDir, listening: socket.socket, *, quiet: bool) -> None:
+    def __init__(
+        self, cfg: Config, run: RunDir, listening: socket.socket, *, quiet: bool, start: Start | None = None
+    ) -> None:
         self.cfg = cfg
         self.run = run
-        self.started_s = time.monotonic()
+        self._resumed = start
+        # The run's clock goes on.
+        self.started_s = time.monotonic() - (start.time_s if start is not None else 0.0)
         self._listening = listening
         self._children = Children(run, cfg, listening)
-        self._islands: dict[str, Child] = {}
-        self._syncer: Child | None = None
+        self._groups: dict[str, Group] = {}
         self._view = RunView.from_config(cfg, run.path.name)
         self._display = make_display(quiet=quiet)
         self._events = Tail(run.events)
         self._metrics = Tail(run.metrics)
         self._own_events = JsonlWriter(run.events)
         self._sinks, self._sink_warnings = make_sinks(cfg.logging, run.path, started_at=time.time())
+        self._injector: Injector | None = None
+        self._members: Members | None = None
         self._signal: int | None = None
         self._stop_deadline_s = float("inf")
+        self._step = 0
+        self._finished = False
         self._result: dict[str, Any] = {}
+        self._syncer_end: End | None = None
         self._island_errors: dict[str, DilocoError] = {}
-        self._shown_quorum_loss = False
 
-    def run_to_end(self) -> dict[str, Any]:
-        """Everything."""
+    def run_to_end(self, prepare: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Everything, with the run folder locked meanwhile (rundir.is_alive)."""
+        with hold_lock(self.run):
+            prepare()
+            return self._run_to_end()
+
+    def _run_to_end(self) -> dict[str, Any]:
         error: DilocoError | None = None
         with self._signals():
             try:
@@ -134,6 +162,17 @@ class Launcher:
             raise RunFailed(error, summary)
         return summary
 
+    @property
+    def _islands(self) -> list[Group]:
+        return [group for name, group in self._groups.items() if name != SYNCER]
+
+    @property
+    def _syncer(self) -> Group:
+        return self._groups[SYNCER]
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self.started_s
+
     # ---- start -----------------------------------------------------------------------------------
 
     def _start(self) -> None:
@@ -144,92 +183,216 @@ class Launcher:
             self.run.path / "syncer.json",
             {"host": _dialable(host), "port": port, "started_monotonic_s": self.started_s},
         )
+        (self.run.path / "alive").mkdir(exist_ok=True)
+        plan = fault_plan(self.cfg)
+        if (start := self._resumed) is not None:
+            # What has happened does not happen again.
+            plan = tuple(f for f in plan if (f.at_s or 0.0) >= start.time_s and (f.at_step or start.step) >= start.step)
+            self._children.return_to = start.return_to
+        write_json(self.run.failures, {"faults": [dataclasses.asdict(fault) for fault in plan]})
+        self._members = Members(self.run, self)
+        self._injector = Injector(
+            plan, self._groups, self._tell, self._record, stop_timeout_s=self.cfg.launcher.stop_timeout_s
+        )
+        self._groups[SYNCER] = self._make_group(SYNCER)
+        self._syncer.start()
         for name in self.cfg.island_names():
             issue(self.run.keys, name)
-        self._syncer = self._children.start_syncer()
-        for name in self.cfg.island_names():
-            self._islands[name] = self._children.start_island(name)
+            self._groups[name] = self._make_group(name)
+        for group in self._islands:
+            group.start()
+
+    def _make_group(self, name: str) -> Group:
+        cfg = self.cfg
+        policy = Supervised(cfg.launcher.max_restarts, cfg.launcher.restart_backoff_s)
+        pulse = Pulse(cfg.sync.heartbeat_timeout_s, cfg.launcher.start_timeout_s)
+        if name == SYNCER:
+            return Group(name, self.run, self._children.start_syncer, [SYNCER], policy, pulse)
+        ranks = [f"{name}.{rank}" for rank in range(cfg.island(name).nproc_per_node)]
+        return Group(name, self.run, lambda: self._children.start_island(name), ranks, policy, pulse)
 
     # ---- while it runs ---------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Until the syncer has ended."""
-        assert self._syncer is not None
-        while self._syncer.poll() is None:
-            self._poll_islands()
+        """Until the syncer has ended for good."""
+        assert self._injector is not None
+        assert self._members is not None
+        while True:
             self._poll_files()
+            if self._syncer_is_over():
+                break
+            self._poll_islands()
+            self._start_due()
+            if self._ending:
+                # What is stopped on purpose could not end in order.
+                self._injector.close()
+            else:
+                self._members.poll()
+                self._injector.poll(self._now_s(), self._step)
             self._display.update(self._view, self._now_s())
             if time.monotonic() > self._stop_deadline_s:
-                return
+                break
             time.sleep(POLL_S)
         self._poll_files()
-
-    def _now_s(self) -> float:
-        return time.monotonic() - self.started_s
-
-    def _poll_islands(self) -> None:
-        for name, child in list(self._islands.items()):
-            code = child.poll()
-            if code is None:
-                continue
-            del self._islands[name]
-            reason = "its process ended"
-            if code != 0 and not self._ending:
-                error = self._process_error(name, code)
-                self._island_errors[name] = error
-                reason = error.what
-                self._note_error(name, error)
-            self._tell({"event": "exited", "island": name, "reason": reason})
 
     @property
     def _ending(self) -> bool:
         """Whether processes end because they were told to."""
-        return self._signal is not None or "status" in self._result
+        return self._signal is not None or self._finished
 
-    def _process_error(self, name: str, code: int) -> DilocoError:
-        """What the first rank that failed said itself, or what can be told from its end."""
-        ranks = self.cfg.island(name).nproc_per_node if name != SYNCER else 0
-        processes = [f"{name}.{r}" for r in range(ranks)] or [name]
-        said = [p for p in processes if self.run.error(p).exists()]
-        said.sort(key=lambda p: self.run.error(p).stat().st_mtime_ns)
-        for candidate in said:
-            if report := process.read_error(self.run, candidate):
-                where = f"{name}: {report['where']}" if report.get("where") else name
-                return DilocoError(
-                    report.get("what", ""),
-                    where=where,
-                    why=report.get("why", ""),
-                    hint=report.get("hint") or f"its log: {self.run.log(name)}",
-                )
-        how = f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        last = last_line(self.run.log(name))
-        why = last or ("perhaps it ran out of memory" if code == -signal.SIGKILL else "")
-        return DilocoError(f"{name} {how}", where=name, why=why, hint=f"its log: {self.run.log(name)}")
+    def _syncer_is_over(self) -> bool:
+        """Whether the syncer has ended and will not be started again."""
+        now_s = time.monotonic()
+        end = self._syncer.poll(now_s)
+        if end is None:
+            return self._signal is not None and not self._syncer.runs
+        self._syncer_end = end
+        # What it wrote last may have come after our look.
+        self._poll_files()
+        if "status" in self._result or self._signal is not None:
+            return True
+        return not self._goes_on(self._syncer, end, now_s)
 
-    def _note_error(self, name: str, error: DilocoError) -> None:
-        line = f"{error.what} ({error.why})" if error.why else error.what
-        self._own_events.write(
-            {
-                "time": round(self._now_s(), 4),
-                "event": "error",
-                "process": name,
-                "message": line,
-                "log": f"logs/{name}.log",
-            }
-        )
+    def _poll_islands(self) -> None:
+        for group in self._islands:
+            now_s = time.monotonic()
+            if (end := group.poll(now_s)) is not None:
+                self._poll_files()
+                self._island_ended(group, end, now_s)
+
+    def _island_ended(self, group: Group, end: End, now_s: float) -> None:
+        """Start it again or not, and tell the syncer."""
+        if group.removed_for:
+            group.removed = True
+            self._tell({"event": "removed", "island": group.name, "reason": group.removed_for})
+            return
+        returns = False
+        if self._ending:
+            group.policy.retire()
+        else:
+            if end.error is not None and not group.asked:
+                self._island_errors[group.name] = end.error
+            returns = self._goes_on(group, end, now_s)
+        self._tell({"event": "exited", "island": group.name, "reason": end.reason, "returns": returns})
+
+    def _goes_on(self, group: Group, end: End, now_s: float) -> bool:
+        """Whether the group is started again, which the tape then says."""
+        if end.error is not None and not group.asked:
+            self._note_error(group.name, end.error)
+        policy = group.policy
+        returns = policy.ended(now_s, end, asked=group.asked)
+        if returns:
+            assert policy.due_s is not None
+            attempt, delay_s = max(1, policy.in_a_row), round(policy.due_s - now_s, 3)
+            said = {"process": group.name, "attempt": attempt, "reason": end.reason, "delay_s": delay_s}
+            self._record("restart", said)
+        else:
+            self._record("given_up", {"process": group.name, "reason": end.reason})
+        return returns
+
+    def _start_due(self) -> None:
+        """Start what is to be started again by now."""
+        if self._signal is not None:
+            return
+        if self._is_due(self._syncer):
+            self._syncer.start()
+            self._tell_new_syncer()
+        for group in self._islands:
+            if self._is_due(group) and not self._finished:
+                group.start()
+
+    @staticmethod
+    def _is_due(group: Group) -> bool:
+        due_s = group.policy.due_s
+        return not group.runs and due_s is not None and time.monotonic() >= due_s
+
+    def _tell_new_syncer(self) -> None:
+        """What a syncer that was started again has missed."""
+        assert self._injector is not None
+        for group in self._islands:
+            if group.removed:
+                self._tell({"event": "removed", "island": group.name, "reason": group.removed_for})
+            elif not group.runs:
+                reason = group.last_error.what if group.last_error is not None else "its process ended"
+                said = {"event": "exited", "island": group.name, "reason": reason, "returns": group.returns}
+                self._tell(said)
+        self._injector.syncer_restarted(self._now_s())
+
+    def _tell(self, said: dict[str, Any]) -> None:
+        self._children.tell_syncer(json.dumps(said).encode() + b"\n")
+
+    # ---- islands that come and go (run.members) ----------------------------------------------------
+
+    def add_island(self, cfg: Config, name: str) -> Group:
+        """Take on the configuration with the new island, which is on the disk, and start it."""
+        self.cfg = self._children.cfg = cfg
+        issue(self.run.keys, name)
+        group = self._groups[name] = self._make_group(name)
+        self._tell({"event": "added", "island": name})
+        group.start()
+        return group
+
+    def remove_island(self, name: str, reason: str) -> Group:
+        """Have an island leave for good; `removed` is set when it has."""
+        group = self._groups[name]
+        group.removed_for = reason
+        group.policy.retire()
+        if group.runs:
+            group.ask_to_end(self.cfg.launcher.stop_timeout_s)
+        else:
+            group.removed = True
+            self._tell({"event": "removed", "island": name, "reason": reason})
+        return group
+
+    def islands_left(self) -> list[str]:
+        """Islands that run or will run again, without those that are leaving."""
+        return [group.name for group in self._islands if group.returns and not group.removed_for]
+
+    # ---- the tape ----------------------------------------------------------------------------------
 
     def _poll_files(self) -> None:
         for record in self._events.poll():
             self._view.apply(record)
-            if record.get("event") == "result":
-                self._result = record
+            self._on_event(record)
         for record in self._metrics.poll():
             self._view.apply(record)
+            if isinstance(step := record.get("step"), int) and record.get("source") != SYNCER:
+                self._step = max(self._step, step)
             for sink in self._sinks:
                 sink.write(record)
 
-    def _tell(self, said: dict[str, Any]) -> None:
-        self._children.tell_syncer(json.dumps(said).encode() + b"\n")
+    def _on_event(self, record: dict[str, Any]) -> None:
+        """What the syncer says of others, and of itself."""
+        match record.get("event"):
+            case "join":
+                for group in self._of_this_start([record.get("learner")], record):
+                    group.joined = True
+                    group.policy.proved()
+            case "merge":
+                for group in self._of_this_start([SYNCER, *record.get("learners", ())], record):
+                    if group.joined or group is self._syncer:
+                        group.policy.good()
+            case "expelled":
+                for group in self._of_this_start([record.get("learner")], record):
+                    group.kill(f"thrown out: {record.get('reason')}")
+            case "finish":
+                self._finished = True
+            case "result":
+                self._finished = True
+                self._result = record
+
+    def _of_this_start(self, names: list[Any], record: dict[str, Any]) -> list[Group]:
+        """The groups of these names that were started before the record was written."""
+        time_s = self.started_s + float(record.get("time") or 0.0)
+        groups = [self._groups[name] for name in names if name in self._groups]
+        return [group for group in groups if group.runs and time_s >= group.started_s]
+
+    def _record(self, event: str, data: dict[str, Any]) -> None:
+        self._own_events.write({"time": round(self._now_s(), 4), "event": event, **data})
+
+    def _note_error(self, name: str, error: DilocoError) -> None:
+        line = f"{error.what} ({error.why})" if error.why else error.what
+        self._record("error", {"process": name, "message": line, "log": f"logs/{name}.log"})
 
     # ---- signals ---------------------------------------------------------------------------------
 
@@ -260,22 +423,24 @@ class Launcher:
 
     def _verdict(self) -> DilocoError | None:
         """Why the run is not a success; None if it is one."""
-        assert self._syncer is not None
         if self._signal is not None:
             name = signal.Signals(self._signal).name
-            kept = f"the parameters so far: {self.run.final}" if self.run.final.exists() else ""
+            kept = f"go on with it: diloco resume {self.run.path}" if any(self.run.checkpoints.glob("step-*")) else ""
             return Interrupted(self._signal, f"stopped by {name}", hint=kept)
-        code = self._syncer.poll()
+        assert self._syncer_end is not None
+        code, error = self._syncer_end.code, self._syncer_end.error
         if not self._result:
-            return self._process_error(SYNCER, code if code is not None else 1)
+            error = error or DilocoError("the syncer ended before its run", where=SYNCER)
+            if self._syncer.policy.proven:
+                error.hint = f"diloco resume {self.run.path}; {error.hint}"
+            return error
         status = self._result["status"]
-        if status == "completed" and code == 0:
+        # The result is written when everything is saved: a syncer killed while it says goodbye has done its work.
+        if status == "completed" and code <= 0:
             return None
         if status == "quorum_lost":
             return self._quorum_lost()
-        if code:
-            return self._process_error(SYNCER, code)
-        return DilocoError("the run ended early", where=SYNCER, why=str(self._result.get("reason", "")))
+        return error or DilocoError("the run ended early", where=SYNCER, why=str(self._result.get("reason", "")))
 
     def _quorum_lost(self) -> DilocoError:
         """The first island's own error, if the run never got going; else what is left of the quorum."""
@@ -284,51 +449,61 @@ class Launcher:
         first = next(iter(self._island_errors.values()), None)
         if self._result.get("merges") == 0 and first is not None:
             return DilocoError(first.what, where=first.where, why=first.why, hint=first.hint)
-        hint = f"the parameters so far: {self.run.final}" if self.run.final.exists() else f"see {self.run.path}/logs"
+        hint = f"diloco resume {self.run.path}"
         return QuorumLost("fewer learners than the quorum are left", where="sync.quorum", why=reason, hint=hint)
 
     def _poll_islands_for_errors(self) -> None:
         """A learner's death reaches the syncer before its exit code reaches us: wait a moment for the latter."""
         deadline_s = time.monotonic() + LEARNERS_END_S
-        while not self._island_errors and self._islands and time.monotonic() < deadline_s:
-            for name, child in list(self._islands.items()):
-                code = child.poll()
-                if code is not None:
-                    del self._islands[name]
-                    if code != 0:
-                        self._island_errors[name] = self._process_error(name, code)
+        while not self._island_errors and time.monotonic() < deadline_s:
+            running = [group for group in self._islands if group.runs]
+            if not running:
+                return
+            for group in running:
+                end = group.poll(time.monotonic())
+                if end is not None and end.error is not None:
+                    self._island_errors[group.name] = end.error
             time.sleep(POLL_S / 2)
 
     def _end_all(self) -> None:
-        """No process of the run is left when this returns."""
+        """No process of the run is left when this returns, and nothing that is asked stays unanswered."""
+        if self._injector is not None:
+            self._injector.close()
+        # What has not joined yet has nothing to end in order.
+        waiting = [group for group in self._islands if group.runs and group.joined]
         deadline_s = time.monotonic() + (LEARNERS_END_S if self._stop_deadline_s else 0.0)
-        deadline_s = min(deadline_s, max(self._stop_deadline_s, time.monotonic()))
-        waiting = list(self._islands.values())
-        while waiting and time.monotonic() < deadline_s:
-            waiting = [c for c in waiting if c.poll() is None]
-            time.sleep(POLL_S / 4)
-        for child in waiting:
-            child.terminate()
-        deadline_s = time.monotonic() + 1.0
-        while waiting and time.monotonic() < deadline_s:
-            waiting = [c for c in waiting if c.poll() is None]
-            time.sleep(POLL_S / 4)
-        for child in [*self._islands.values(), *([self._syncer] if self._syncer is not None else [])]:
-            child.kill()
+        waiting = self._still_there(waiting, min(deadline_s, max(self._stop_deadline_s, time.monotonic())))
+        for group in waiting:
+            group.terminate()
+        self._still_there(waiting, time.monotonic() + 1.0)
+        for group in self._groups.values():
+            group.end_now()
         self._children.close()
+        if self._members is not None:
+            self._members.close("the run has ended")
+
+    @staticmethod
+    def _still_there(groups: list[Group], deadline_s: float) -> list[Group]:
+        """Those that have not ended by then."""
+        while groups and time.monotonic() < deadline_s:
+            groups = [group for group in groups if group.poll(time.monotonic()) is None and group.runs]
+            time.sleep(POLL_S / 4)
+        return groups
+
+    @staticmethod
+    def _status(error: DilocoError | None, result: dict[str, Any]) -> str:
+        """As interface.md names them."""
+        if isinstance(error, Interrupted):
+            return "stopped"
+        if isinstance(error, QuorumLost):
+            return "waiting"
+        return "failed" if error is not None else str(result.get("status", "failed"))
 
     def _summary(self, error: DilocoError | None) -> dict[str, Any]:
         result = self._result
-        status = result.get("status", "failed")
-        if error is not None and status == "completed":
-            status = "failed"
-        if isinstance(error, Interrupted):
-            status = "stopped"
-        elif status == "quorum_lost":
-            status = "failed"
         return {
             "schema_version": SCHEMA_VERSION,
-            "status": status,
+            "status": self._status(error, result),
             "error": error.as_dict() if error is not None and not isinstance(error, Interrupted) else None,
             "algorithm": self.cfg.sync.algorithm.value,
             "learners": self.cfg.islands.count,
@@ -347,21 +522,10 @@ class Launcher:
             "training_time_s": result.get("training_time_s"),
             "tokens_per_s": result.get("tokens_per_s"),
             "bytes": result.get("bytes"),
-            "faults": {},
-            "restarts": 0,
+            "faults": dict(sorted(self._injector.counts.items())) if self._injector is not None else {},
+            "restarts": sum(group.policy.restarts for group in self._groups.values()),
             "run_dir": str(self.run.path),
         }
-
-
-def last_line(path: Path, limit_bytes: int = 4096) -> str:
-    """The last line of a log that says something; empty if there is none."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - limit_bytes))
-            lines = file.read().decode("utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _dialable(host: str) -> str:

@@ -10,25 +10,33 @@ import argparse
 import logging
 import os
 import queue
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco_cli.config.schema import Config, load_config
 from diloco_cli.core.fragments import Layout
 from diloco_cli.core.learner import LearnerCore
-from diloco_cli.errors import DilocoError, EnvironmentNotReady
+from diloco_cli.errors import DilocoError, LostConnection
 from diloco_cli.run import process
 from diloco_cli.run.rundir import RunDir
 
 if TYPE_CHECKING:
-    from diloco_cli.run.learner_link import Incoming, Merged, SyncerLink
+    from diloco_cli.run.learner_link import SyncerLink
+    from diloco_cli.run.ranks import Rejoining
     from diloco_cli.train.island import Island
     from diloco_cli.train.loop import Trainer
-    from diloco_cli.wire.messages import Welcome
 
 log = logging.getLogger(__name__)
+
+RECENT_CUTS = 20
+"""An optimizer's state that is at most so many times H steps old is still worth more than none."""
+
+_leave = threading.Event()
+"""SIGTERM: leave in order at the next step boundary."""
 
 
 def main() -> None:
@@ -46,6 +54,7 @@ def run_rank(path: Path, island: str) -> int:
     run = RunDir(path)
     rank = int(os.environ.get("RANK", "0"))
     process.ignore_terminal_signals()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: _leave.set())
     return process.run_guarded(run, f"{island}.{rank}", lambda: _run(run, island))
 
 
@@ -56,6 +65,7 @@ def _run(run: RunDir, name: str) -> None:
     from diloco_cli.train.island import Island, set_deterministic
     from diloco_cli.train.loop import seed_everything
 
+    process.beat(run, f"{name}.{os.environ.get('RANK', '0')}", cfg.sync.heartbeat_interval_s)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     index = cfg.island_names().index(name)
     if cfg.run.deterministic:
@@ -77,6 +87,9 @@ def _run(run: RunDir, name: str) -> None:
         else:
             from diloco_cli.run.ranks import Follower
 
+            saved = _saved_state(run, name, island.rank)
+            if saved is not None:
+                trainer.load_state_dict(saved["trainer"])
             Follower(run, cfg, name, island, trainer, layout).follow()
     finally:
         island.close()
@@ -93,12 +106,13 @@ def _build(cfg: Config, name: str, index: int, island: Island) -> tuple[Trainer,
     layout = model_layout(cfg, model)
     cursor = ShardCursor(
         corpus,
-        learner_index=index,
+        # Islands that joined later deal the text out among themselves once more, in another order.
+        learner_index=index % cfg.islands.count,
         num_learners=cfg.islands.count,
         rank=island.rank,
         num_ranks=island.world_size,
         batch=island.cfg.batch // island.cfg.accumulate,
-        seed=cfg.run.seed,
+        seed=cfg.run.seed + index // cfg.islands.count,
         heterogeneity=cfg.data.heterogeneity,
     )
     trainer = Trainer(cfg, island, model, cursor, cfg.target_steps(), corpus=corpus)
@@ -110,19 +124,69 @@ def _lead(run: RunDir, cfg: Config, name: str, index: int, island: Island, train
     from diloco_cli.run.credentials import load
     from diloco_cli.run.learner_link import SyncerLink
     from diloco_cli.run.ranks import Leader
+    from diloco_cli.run.settings import is_lockstep, learner_settings
 
-    address = syncer_address(run)
-    link = SyncerLink(cfg, name, layout, address, load(run.keys, name), cfg.run.seed * 1000 + index)
+    saved = _saved_state(run, name, 0)
+    if saved is not None:
+        trainer.load_state_dict(saved["trainer"])
+    leader_state = saved["leader"] if saved is not None else None
+    link = SyncerLink(
+        cfg,
+        name,
+        layout,
+        syncer_address(run),
+        load(run.keys, name),
+        cfg.run.seed * 1000 + index,
+        session=leader_state["link"]["session"] if leader_state else None,
+        keep_unanswered=is_lockstep(cfg),
+    )
     reason = "failed"
     try:
-        core = _join(cfg, layout, link, island)
-        trainer.set_step(core.step)
-        log.info("%s: joined at step %d", name, core.step)
-        leader = Leader(run, cfg, name, island, trainer, layout, link, core)
+        if leader_state is None:
+            core, tokens, joined_at_step = _join(run, cfg, name, layout, link, island, trainer), 0, None
+            log.info("%s: joined at step %d", name, core.step)
+        else:
+            link.load_state_dict(leader_state["link"])
+            core = LearnerCore.load(learner_settings(cfg, len(layout)), leader_state["core"])
+            tokens, joined_at_step = leader_state["tokens"], leader_state["joined_at_step"]
+            island.broadcast_plan([core.step])
+            log.info("%s: goes on from the snapshot, at step %d", name, core.step)
+        leader = Leader(
+            run,
+            cfg,
+            name,
+            island,
+            trainer,
+            layout,
+            link,
+            core,
+            tokens=tokens,
+            joined_at_step=joined_at_step,
+            should_leave=_leave.is_set,
+        )
         reason = leader.lead()
-        log.info("%s: stops after step %d: %s", name, core.step, reason)
+        log.info("%s: stops after step %d: %s", name, leader.core.step, reason)
     finally:
         link.close(reason)
+
+
+def _saved_state(run: RunDir, name: str, rank: int) -> dict[str, Any] | None:
+    """What this rank goes on from at its first start after `diloco resume`; None: it joins like a new one.
+
+    All ranks decide alike: the resumed snapshot was verified as a whole.
+    """
+    from diloco_cli.run import snapshots
+    from diloco_cli.run.children import RETURN_VARIABLE
+    from diloco_cli.run.ranks import rank_state
+
+    step = os.environ.get(RETURN_VARIABLE, "")
+    if not step.isdigit():
+        return None
+    stem = rank_state(snapshots.folder_of(run.checkpoints, int(step)), name, rank)
+    if not stem.with_name(stem.name + ".json").exists():
+        log.info("%s: was not in the snapshot", name)
+        return None
+    return snapshots.read_state(stem)
 
 
 def syncer_address(run: RunDir) -> tuple[str, int]:
@@ -133,64 +197,100 @@ def syncer_address(run: RunDir) -> tuple[str, int]:
     return str(found["host"]), int(found["port"])
 
 
-def _join(cfg: Config, layout: Layout, link: SyncerLink, island: Island) -> LearnerCore:
+def _join(
+    run: RunDir, cfg: Config, name: str, layout: Layout, link: SyncerLink, island: Island, trainer: Trainer
+) -> LearnerCore:
     """Wait to be let in, install all fragments, and begin with counters at zero."""
-    from diloco_cli.run.ranks import LOAD
-    from diloco_cli.run.settings import learner_settings
-    from diloco_cli.wire.messages import Installed
+    from diloco_cli.run.ranks import OPTIMIZER, PLACE, load_optimizer, load_state
 
-    welcome, states, early = _receive_state(cfg, layout, link)
+    anew = _receive_state(cfg, link)
+    assert anew.welcome is not None
+    step = anew.welcome.global_step
     # The other ranks wait for this: the step to start from, then one plan per fragment.
-    island.broadcast_plan([welcome.global_step])
-    for fragment in layout.fragments:
-        f = fragment.fragment
-        island.broadcast_plan([LOAD, f])
-        island.install_fragment(fragment, states[f].values, 0.0)
-        link.remember_base(f, states[f].values)
-        version = states[f].message.version
-        if version > welcome.versions[f]:
-            # A merge overtook the state that was sent to us: the syncer must know which one we hold.
-            step = welcome.global_step
-            link.installed(Installed(fragment=f, version=version, tokens=0, steps=0, step=step, waited_s=0.0))
-        link.release(states[f])
-    for message in early:
+    island.broadcast_plan([step])
+    trainer.set_step(step)
+    core = load_state(cfg, layout, link, island, anew)
+    if step > 0:
+        place = anew.welcome.taken_steps
+        island.broadcast_plan([PLACE, place])
+        trainer.place(place)
+        source = _optimizer_source(run, cfg, name, step)
+        island.broadcast_plan([OPTIMIZER, *source])
+        load_optimizer(run, cfg, name, trainer, *source)
+    for message in anew.early:
         link.inbox.put(message)
-    versions = [states[f].message.version for f in range(len(layout))]
-    return LearnerCore(learner_settings(cfg, len(layout)), step=welcome.global_step, versions=versions)
+    return core
 
 
-def _receive_state(cfg: Config, layout: Layout, link: SyncerLink) -> tuple[Welcome, dict[int, Merged], list[Incoming]]:
-    """Welcome, the newest of each fragment, and what came early."""
-    from diloco_cli.run.learner_link import Lost, Merged, refused
+def _optimizer_source(run: RunDir, cfg: Config, name: str, step: int) -> tuple[int, int]:
+    """Where the inner optimizer's state comes from: (step of a snapshot or FROM_..., index of the island).
+
+    In order: what this island saved last, if that is recent; a healthy peer of the same shape; nowhere (algorithm.md,
+    Failure and return).
+    """
+    from diloco_cli.run import snapshots
+    from diloco_cli.run.ranks import FROM_LEFT, FROM_NOWHERE, rank_state
+
+    oldest = step - RECENT_CUTS * cfg.sync.inner_steps
+    ranks = cfg.island(name).nproc_per_node
+    try:
+        left = [snapshots.read_state(run.left_state(name, r))["trainer"]["step"] for r in range(ranks)]
+        if min(left) >= oldest:
+            log.info("%s: its optimizer goes on from where it left, at step %d", name, min(left))
+            return FROM_LEFT, 0
+    except snapshots.SnapshotDamaged:
+        pass
+    folder, _problems = snapshots.newest_good(run.checkpoints)
+    if folder is not None and snapshots.step_of(folder) >= oldest:
+        names = cfg.island_names()
+        shape = (ranks, cfg.island(name).parallel)
+        alike = [n for n in names if (cfg.island(n).nproc_per_node, cfg.island(n).parallel) == shape]
+        for other in sorted(alike, key=lambda n: (n != name, n)):
+            stems = [rank_state(folder, other, r) for r in range(ranks)]
+            if all(stem.with_name(stem.name + ".json").exists() for stem in stems):
+                log.info("%s: its optimizer goes on from that of %s in %s", name, other, folder.name)
+                return snapshots.step_of(folder), names.index(other)
+    log.info("%s: its optimizer begins anew, with a warm-up", name)
+    return FROM_NOWHERE, 0
+
+
+def _receive_state(cfg: Config, link: SyncerLink) -> Rejoining:
+    """Welcome, the newest of each fragment, and what came early; over another connection if this one is lost."""
+    from diloco_cli.run.learner_link import Connected, Lost, refused
+    from diloco_cli.run.ranks import Rejoining
     from diloco_cli.wire.messages import Reject, StopMsg, Welcome
 
-    welcome: Welcome | None = None
-    states: dict[int, Merged] = {}
-    early: list[Incoming] = []
+    anew = Rejoining()
     deadline_s = time.monotonic() + cfg.launcher.start_timeout_s + cfg.network.connect_timeout_s
-    while welcome is None or any(
-        f not in states or states[f].message.version < welcome.versions[f] for f in range(len(layout))
-    ):
+    while not anew.complete:
+        if _leave.is_set():
+            raise DilocoError("stopped before the start", why="SIGTERM")
         try:
-            message = link.inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            message = link.inbox.get(timeout=0.2)
         except queue.Empty:
-            raise EnvironmentNotReady("the syncer did not start the run in time") from None
+            if time.monotonic() > deadline_s:
+                raise LostConnection("the syncer did not start the run in time") from None
+            continue
         match message:
             case Welcome():
-                welcome = message
-            case Merged():
-                if older := states.pop(message.message.fragment, None):
-                    link.release(older)
-                states[message.message.fragment] = message
+                anew.welcome = message
+            case Connected():
+                pass
             case Reject():
                 raise refused(message)
             case Lost():
-                raise EnvironmentNotReady("the connection to the syncer is lost", why=message.reason)
+                if message.ours:
+                    raise DilocoError("the link to the syncer failed", why=message.reason)
+                log.warning("the connection to the syncer is lost: %s", message.reason)
+                for state in anew.states.values():
+                    link.release(state)
+                anew = Rejoining()
+                link.reconnect()
             case StopMsg():
                 raise DilocoError("stopped before the start", why=message.reason)
             case _:
-                early.append(message)
-    return welcome, states, early
+                anew.take(message, link)
+    return anew
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from diloco_cli.config.schema import LinkDirection
 
@@ -28,8 +29,20 @@ MIN_CHUNK_BYTES = 4 * 1024
 BURST_S = 0.02
 # Bytes under way on a link without a rate limit but with latency; a limited link holds rate * latency.
 DELAY_LINE_BYTES = 64 * 1024 * 1024
+PACKET_BYTES = 1460
 
 Chunk = memoryview | bytes | bytearray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFault:
+    """A link that is worse until `until_s`: cut, or with another rate, latency (None: as before) and loss."""
+
+    until_s: float
+    cut: bool = False
+    rate_bps: float | None = None
+    latency_s: float | None = None
+    loss: float = 0.0
 
 
 class LinkRule:
@@ -39,10 +52,13 @@ class LinkRule:
     BURST_S of credit, so over any window of W seconds at most rate * (W + BURST_S) plus one chunk departs.
     Release = departure + latency + U(0, jitter), never before that of an earlier chunk: order is kept.
 
+    While a LinkFault lasts, its figures take the place of these. Within a cut nothing departs. A chunk of n packets,
+    each lost with probability p, is a round trip late with probability 1 - (1-p)^n, as it is sent again.
+
     Args:
         rate_bps: bits per second, None for unlimited.
         latency_s, jitter_s: seconds.
-        seed: of the jitter.
+        seed: of jitter and loss.
     """
 
     def __init__(self, rate_bps: float | None, latency_s: float = 0.0, jitter_s: float = 0.0, seed: int = 0) -> None:
@@ -52,17 +68,28 @@ class LinkRule:
         self._random = random.Random(seed)
         self._busy_until = float("-inf")
         self._last_release = float("-inf")
+        self.fault: LinkFault | None = None
 
     def reserve(self, now_s: float, num_bytes: int) -> tuple[float, float]:
         """Take the link's next free time for `num_bytes`; returns (depart_s, release_s)."""
-        if self.rate_bps is None:
+        rate_bps, latency_s, loss = self.rate_bps, self.latency_s, 0.0
+        if self.fault is not None and now_s < self.fault.until_s:
+            if self.fault.cut:
+                now_s = self.fault.until_s
+            else:
+                rate_bps = self.fault.rate_bps or rate_bps
+                latency_s = latency_s if self.fault.latency_s is None else self.fault.latency_s
+                loss = self.fault.loss
+        if rate_bps is None:
             depart = now_s
         else:
             start = max(self._busy_until, now_s - BURST_S)
-            self._busy_until = start + num_bytes * 8 / self.rate_bps
+            self._busy_until = start + num_bytes * 8 / (rate_bps * (1.0 - loss))
             depart = max(self._busy_until, now_s)
-        jitter = self._random.uniform(0.0, self.jitter_s) if self.jitter_s > 0 else 0.0
-        self._last_release = max(self._last_release, depart + self.latency_s + jitter)
+        late_s = self._random.uniform(0.0, self.jitter_s) if self.jitter_s > 0 else 0.0
+        if loss and self._random.random() > (1.0 - loss) ** math.ceil(num_bytes / PACKET_BYTES):
+            late_s += 2 * latency_s
+        self._last_release = max(self._last_release, depart + latency_s + late_s)
         return depart, self._last_release
 
 
@@ -87,6 +114,16 @@ class LinkShaper:
         if rate_bps is not None:
             self.chunk_bytes = _chunk_bytes(rate_bps)
             self.delay_line_bytes = int(rate_bps / 8 * (latency_s + jitter_s + 2 * BURST_S)) + 4 * CHUNK_BYTES
+
+    @property
+    def passes(self) -> bool:
+        """Whether chunks need not be reserved at all: no limit, no delay, and nothing is wrong."""
+        return not (self.limited or self.delayed or self._rule.fault)
+
+    def set_fault(self, fault: LinkFault | None) -> None:
+        """From now on the link is as the fault says, while it lasts."""
+        with self._lock:
+            self._rule.fault = fault
 
     @property
     def bytes_sent(self) -> int:

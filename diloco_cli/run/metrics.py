@@ -7,6 +7,7 @@ thread.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,31 @@ class Figures:
                 "learners": len(core.learners),
             }
         )
+
+    def dump(self) -> dict[str, Any]:
+        """What outlives the syncer's process; times as seconds before now."""
+        now_s = time.monotonic()
+        peers = self._syncer.peers
+        return {
+            "steps": dict(self._steps),
+            "train_loss": dict(self._train_loss),
+            "phases": {name: dict(p) for name, p in self._phases.items()},
+            "first_step_ago_s": None if self._first_step_s is None else now_s - self._first_step_s,
+            "bytes": peers.bytes_by_island(),
+        }
+
+    def load(self, saved: Mapping[str, Any], elapsed_s: float) -> None:
+        """The inverse, so much later on the run's clock."""
+        self._steps = dict(saved["steps"])
+        self._train_loss = dict(saved["train_loss"])
+        self._phases = {name: dict(p) for name, p in saved["phases"].items()}
+        if saved["first_step_ago_s"] is not None:
+            self._end_s = time.monotonic()
+            self._first_step_s = self._end_s - elapsed_s - saved["first_step_ago_s"]
+        for name, count in saved["bytes"].items():
+            self._syncer.peers.bytes_up_before[name] = count["up"]
+            if (shaper := self._syncer.peers.shapers.get(name)) is not None:
+                shaper.departed(count["down"])
 
     def result(self) -> dict[str, Any]:
         """Figures of the whole run."""

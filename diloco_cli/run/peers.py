@@ -33,7 +33,7 @@ from diloco_cli.run.outbox import Outbox
 from diloco_cli.run.secure import ChannelClosed
 from diloco_cli.wire.codecs import encoded_bytes
 from diloco_cli.wire.frames import ProtocolError
-from diloco_cli.wire.messages import ContributionMsg, Hello, MergedMsg, Message, Reject
+from diloco_cli.wire.messages import ContributionMsg, Hello, MergedMsg, Message, Reject, Returning
 
 if TYPE_CHECKING:
     from diloco_cli.run.syncer_main import Syncer
@@ -53,6 +53,11 @@ class Peer:
 
     name: str
     session: str
+    attempt: int = 0
+    returns: bool = False
+    """It has trained before in this session, and says where it stands before anything else (Returning)."""
+    announced: bool = False
+    """The actor knows of it: what it sends counts, and it is spoken to."""
     channels: dict[str, Channel] = field(default_factory=dict)
     outboxes: dict[str, Outbox] = field(default_factory=dict)
     deadline_s: float = 0.0
@@ -74,26 +79,34 @@ class Peers:
         self._half: OrderedDict[str, Peer] = OrderedDict()
         self._rejected: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._bytes_up_before: dict[str, int] = {}
+        self._cut_off_until_s: dict[str, float] = {}
         self.shapers: dict[str, LinkShaper] = {}
 
     def names(self) -> list[str]:
         """Learners that have joined and are connected, sorted."""
         return sorted(self._joined)
 
+    def announced(self) -> list[str]:
+        """Of these, the ones that the core knows of, sorted."""
+        return sorted(name for name, peer in self._joined.items() if peer.announced)
+
     # ---- the door ----------------------------------------------------------------------------------
 
     def connected(self, channel: Channel, hello: Hello) -> None:
         """A channel has proved its name and said Hello."""
+        if time.monotonic() < self._cut_off_until_s.get(channel.peer, 0.0):
+            channel.close("its link is cut on purpose")
+            return
         reason = self._objection(channel, hello)
         if reason:
             self._reject(channel, hello, reason)
             return
         peer = self._half.get(channel.peer)
-        if peer is None or peer.session != hello.session:
+        if peer is None or (peer.session, peer.attempt) != (hello.session, hello.attempt):
             if peer is not None:
                 self._drop_half(peer, "replaced by a newer connection")
             deadline_s = time.monotonic() + self._cfg.network.connect_timeout_s
-            peer = Peer(channel.peer, hello.session, deadline_s=deadline_s)
+            peer = Peer(channel.peer, hello.session, hello.attempt, hello.returns, deadline_s=deadline_s)
             self._half[channel.peer] = peer
         peer.channels[hello.kind] = channel
         if len(peer.channels) == 2:
@@ -102,7 +115,7 @@ class Peers:
 
     def _objection(self, channel: Channel, hello: Hello) -> str:
         """Why this connection may not take part; empty if it may."""
-        if channel.peer not in self._cfg.island_names():
+        if channel.peer not in self._syncer.core.chips:
             return f"this run has no island {channel.peer}"
         if hello.version != __version__:
             return f"diloco {hello.version[:40]} at the island, {__version__} at the syncer"
@@ -111,13 +124,17 @@ class Peers:
             # The other connection of the same session may have told more than this one does.
             known = self._rejected.get((channel.peer, hello.session), "")
             return known if known.startswith(differs) else differs + self._difference(hello)
+        if self._syncer.core.is_expelled(hello.session):
+            return "it was taken out for bad contributions; another process of this island may come"
         other = self._joined.get(channel.peer)
-        if other is not None and other.session == hello.session:
+        same = other is not None and other.session == hello.session
+        if same and other is not None and hello.attempt <= other.attempt:
             return "a third connection of the same session"
-        if other is not None and self._is_fresh(other):
+        if other is not None and not same and self._is_fresh(other):
             return f"{channel.peer} is connected already, from {other.channels['control'].address}"
         half = self._half.get(channel.peer)
-        if half is not None and half.session == hello.session and hello.kind in half.channels:
+        told = half is not None and (half.session, half.attempt) == (hello.session, hello.attempt)
+        if told and half is not None and hello.kind in half.channels:
             return f"a second {hello.kind} connection of the same session"
         return ""
 
@@ -166,7 +183,9 @@ class Peers:
             peer.outboxes[kind] = Outbox(channel)
             target = self._receive_control if kind == "control" else self._receive_bulk
             threading.Thread(target=target, args=(peer, channel), name=f"{kind}-{peer.name}", daemon=True).start()
-        self._syncer.on_joined(peer)
+        if not peer.returns:
+            peer.announced = True
+            self._syncer.on_joined(peer)
 
     @property
     def due_s(self) -> float:
@@ -188,16 +207,25 @@ class Peers:
         for channel in peer.channels.values():
             channel.close(reason)
 
+    def cut_off(self, name: str, until_s: float) -> None:
+        """A failure on purpose: no new connection of this island passes until then."""
+        self._cut_off_until_s[name] = until_s
+
+    @property
+    def bytes_up_before(self) -> dict[str, int]:
+        """Bytes received from each island over connections that are over."""
+        return self._bytes_up_before
+
     # ---- sending -----------------------------------------------------------------------------------
 
     def tell(self, name: str, message: Message) -> None:
         """Queue a control message; nothing happens if the learner is gone."""
-        if peer := self._joined.get(name):
+        if (peer := self._joined.get(name)) and peer.announced:
             peer.outboxes["control"].put(message)
 
     def send_fragment(self, name: str, message: MergedMsg, payload: memoryview) -> None:
         """Queue a merged fragment; an older version that still waits in the queue is replaced."""
-        if peer := self._joined.get(name):
+        if (peer := self._joined.get(name)) and peer.announced:
             peer.outboxes["bulk"].put(message, payload, key=message.fragment)
 
     # ---- the end of a connection -------------------------------------------------------------------
@@ -234,12 +262,13 @@ class Peers:
         """A receiver found its channel closed."""
         if self._joined.get(peer.name) is peer:
             self._drop(peer, reason)
-            self._syncer.on_left(peer.name, printable(peer.goodbye or reason))
+            if peer.announced:
+                self._syncer.on_left(peer.name, printable(peer.goodbye or reason))
 
     def bytes_by_island(self) -> dict[str, dict[str, int]]:
         """Encrypted bytes up and down of every island, over all its connections."""
         result = {}
-        for name in self._cfg.island_names():
+        for name in sorted({*self._syncer.core.chips, *self._bytes_up_before}):
             peer = self._joined.get(name)
             now_up = sum(c.bytes_received for c in peer.channels.values()) if peer else 0
             shaper = self.shapers.get(name)
@@ -272,8 +301,13 @@ class Peers:
 
     def _deliver(self, peer: Peer, message: Message) -> None:
         peer.room.release()
-        if self._joined.get(peer.name) is peer:
-            self._syncer.on_message(peer, message)
+        if self._joined.get(peer.name) is not peer:
+            return
+        if not peer.announced:
+            if not isinstance(message, Returning):
+                return  # it was sent before we knew where it stands
+            peer.announced = True
+        self._syncer.on_message(peer, message)
 
     def _receive_bulk(self, peer: Peer, channel: Channel) -> None:
         torch.set_num_threads(1)  # this thread's own: receivers of many learners must not each take all cores
@@ -311,7 +345,7 @@ class Peers:
         handle, problem = self._store.put(peer.name, buffer, message.fragment)
 
         def deliver() -> None:
-            if self._joined.get(peer.name) is peer:
+            if self._joined.get(peer.name) is peer and peer.announced:
                 self._syncer.on_contribution(peer.name, message, handle, problem)
             else:
                 # A later session of the same learner must not answer for it.

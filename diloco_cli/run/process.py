@@ -16,24 +16,31 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from diloco_cli.errors import DilocoError
-from diloco_cli.run.rundir import RunDir, write_json
+from diloco_cli.errors import DilocoError, LostConnection
+from diloco_cli.run.rundir import RunDir, write_json, write_text
 
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+PARENT = "DILOCO_PARENT"
+"""Environment variable: the pid of whoever started this process."""
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent dies, however it dies.
 
     A launcher or torchrun agent that is killed with SIGKILL cannot clean up, and torchrun's workers live on
     (spec/environment.md 4). Where there is no such call (not Linux), a thread watches for being re-parented.
+
+    Args:
+        parent: whose death it is; None: $DILOCO_PARENT, since the parent may have died before this is called.
     """
-    parent = os.getppid()
+    if parent is None:
+        parent = int(os.environ.get(PARENT) or os.getppid())
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -63,6 +70,25 @@ def ignore_terminal_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+def beat(run: RunDir, process: str, interval_s: float) -> None:
+    """Have a thread touch RUN/alive/PROCESS every `interval_s`, for the launcher to see. The file holds the pid.
+
+    A stopped process beats no more; one that waits for its syncer does. A full disk does not stop the beats.
+    """
+    file = run.alive(process)
+
+    def touch() -> None:
+        while True:
+            with suppress(OSError):
+                if file.exists():
+                    os.utime(file)
+                else:
+                    write_text(file, f"{os.getpid()}\n")
+            time.sleep(interval_s)
+
+    threading.Thread(target=touch, name="beat", daemon=True).start()
+
+
 def run_guarded(run: RunDir, process: str, body: Any) -> int:
     """Run body(); on an error leave it in the log and in the error file. Returns the process's exit code."""
     faulthandler.enable()
@@ -74,10 +100,12 @@ def run_guarded(run: RunDir, process: str, body: Any) -> int:
         body()
     except DilocoError as error:
         report = {"what": error.what, "where": error.where, "why": error.why, "hint": error.hint}
+        report |= {"exit_code": str(error.exit_code), "again": "yes" if isinstance(error, LostConnection) else ""}
         _leave_error(run, process, report, error)
         return error.exit_code
     except BaseException as error:
         report = {"what": f"{process} failed: {type(error).__name__}: {error}", "where": "", "why": "", "hint": ""}
+        report |= {"exit_code": "1", "again": ""}
         _leave_error(run, process, report, error)
         return 1
     log.info("%s: ended in order", process)

@@ -7,11 +7,15 @@ operations, so that all ranks gather, install and stop at the same step. Called 
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from diloco_cli.config.schema import Config
 from diloco_cli.core.fragments import Layout
@@ -22,22 +26,54 @@ from diloco_cli.core.types import (
     LearnerEffect,
     MergedReceived,
     PullReceived,
+    Reconnected,
     SendFragment,
     StepFinished,
     StopReceived,
 )
-from diloco_cli.errors import EnvironmentNotReady
+from diloco_cli.errors import DilocoError
 from diloco_cli.observe.events import JsonlWriter
-from diloco_cli.run.learner_link import Incoming, Lost, Merged, SyncerLink
+from diloco_cli.run import snapshots
+from diloco_cli.run.learner_link import Connected, Incoming, Lost, Merged, SyncerLink, refused
 from diloco_cli.run.rundir import RunDir
+from diloco_cli.run.settings import learner_settings
 from diloco_cli.train.data import bigram_loss
 from diloco_cli.train.island import Island
 from diloco_cli.train.loop import StepResult, Trainer
-from diloco_cli.wire.messages import EvaluateMsg, FinishMsg, Installed, PullMsg, Report, StopMsg, Validation
+from diloco_cli.wire.messages import (
+    EvaluateMsg,
+    FaultMsg,
+    FinishMsg,
+    Installed,
+    PullMsg,
+    Reject,
+    Report,
+    Returning,
+    SnapshotMsg,
+    StopMsg,
+    Validation,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
 
 # Operations of a plan: each is followed by its arguments.
-STEP, GATHER, INSTALL, LOAD, EVALUATE, STOP = 1, 2, 3, 4, 5, 6
-PLAN_WORDS_OF = {STEP: 0, GATHER: 1, INSTALL: 1, LOAD: 1, EVALUATE: 0, STOP: 0}
+STEP, GATHER, INSTALL, LOAD, EVALUATE, STOP, SET_STEP, PLACE, SNAPSHOT, LEAVE, OPTIMIZER = range(1, 12)
+PLAN_WORDS_OF = {
+    STEP: 0,
+    GATHER: 1,
+    INSTALL: 1,
+    LOAD: 1,
+    EVALUATE: 0,
+    STOP: 0,
+    SET_STEP: 1,
+    PLACE: 1,
+    SNAPSHOT: 1,
+    LEAVE: 0,
+    OPTIMIZER: 2,
+}
+# Where an optimizer's state comes from, instead of a snapshot's step: what the island saved when it left; nowhere.
+FROM_LEFT, FROM_NOWHERE = -1, -2
 
 # While it waits, rank 0 still tells the other ranks so within their collective time-out.
 WAIT_SLICE_S = 1.0
@@ -51,10 +87,12 @@ class Follower:
 
     def __init__(self, run: RunDir, cfg: Config, name: str, island: Island, trainer: Trainer, layout: Layout) -> None:
         self.cfg = cfg
+        self.run = run
         self.name = name
         self.island = island
         self.trainer = trainer
         self.layout = layout
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._samples = JsonlWriter(run.samples(name)) if cfg.run.trace_samples else None
 
     def follow(self) -> None:
@@ -82,6 +120,44 @@ class Follower:
             self.island.install_fragment(self.layout.fragments[arguments[0]], None, 0.0)
         elif operation == EVALUATE:
             self.trainer.evaluate(self.cfg.run.eval_sequences)
+        elif operation == SET_STEP:
+            self.trainer.set_step(arguments[0])
+        elif operation == PLACE:
+            self.trainer.place(arguments[0])
+        elif operation == SNAPSHOT:
+            self.save(snapshots.folder_of(self.run.checkpoints, arguments[0]))
+        elif operation == LEAVE:
+            self.save_left()
+        elif operation == OPTIMIZER:
+            load_optimizer(self.run, self.cfg, self.name, self.trainer, *arguments)
+
+    # ---- saving and loading --------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """All that this rank needs to go on from here, copied."""
+        return {"trainer": snapshots.copied(self.trainer.state_dict())}
+
+    def save(self, folder: Path) -> None:
+        """Copy this rank's state now, and write it into a snapshot's folder in the background."""
+        state = self.state()
+        stem = rank_state(folder, self.name, self.island.rank)
+
+        def write() -> None:
+            try:
+                snapshots.write_state(stem, state)
+            except OSError as error:
+                log.warning("the state for %s could not be written: %s", folder.name, error)
+                with suppress(OSError):
+                    failed_mark(stem).touch()
+
+        self._writer.submit(write)
+
+    def save_left(self) -> None:
+        """Save this rank's state for its own return, before it leaves in order."""
+        try:
+            snapshots.write_state(self.run.left_state(self.name, self.island.rank), self.state())
+        except OSError as error:
+            log.warning("the state could not be saved on leaving: %s", error)
 
     def step(self) -> StepResult:
         """One inner step, traced if asked for."""
@@ -98,7 +174,80 @@ class Follower:
         return result
 
 
+def rank_state(folder: Path, island: str, rank: int) -> Path:
+    """Where a rank's state lies in a snapshot (without suffix)."""
+    return folder / "islands" / island / f"rank-{rank}"
+
+
+def load_optimizer(run: RunDir, cfg: Config, name: str, trainer: Trainer, step: int, index: int) -> None:
+    """Give a rank the optimizer's state of the island with this index, from the snapshot of a step (or FROM_...).
+
+    All ranks load from the same place: rank 0 has looked at it before.
+    """
+    if step == FROM_NOWHERE:
+        trainer.warm_up_again()
+        return
+    stem = run.left_state(name, trainer.island.rank)
+    if step != FROM_LEFT:
+        folder = snapshots.folder_of(run.checkpoints, step)
+        stem = rank_state(folder, cfg.island_names()[index], trainer.island.rank)
+    trainer.load_optimizer(snapshots.read_state(stem)["trainer"]["optimizer"])
+
+
+def failed_mark(stem: Path) -> Path:
+    """There when a rank could not write its state, so that nobody waits for it."""
+    return stem.with_name(stem.name + ".failed")
+
+
 # ---- rank 0 --------------------------------------------------------------------------------------
+
+
+class Rejoining:
+    """What has come for a (re)joining learner so far: Welcome, the newest of each fragment, and the rest.
+
+    Welcome and fragments come over two connections, in either order.
+    """
+
+    def __init__(self) -> None:
+        self.welcome: Welcome | None = None
+        self.states: dict[int, Merged] = {}
+        self.early: list[Incoming] = []
+
+    def take(self, message: Incoming, link: SyncerLink) -> None:
+        """Keep a message until its time comes."""
+        if isinstance(message, Merged):
+            if older := self.states.pop(message.message.fragment, None):
+                link.release(older)
+            self.states[message.message.fragment] = message
+        else:
+            self.early.append(message)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every fragment is here, as new as was said or newer."""
+        if self.welcome is None:
+            return False
+        versions = self.welcome.versions
+        return all(f in self.states and self.states[f].message.version >= v for f, v in enumerate(versions))
+
+
+def load_state(cfg: Config, layout: Layout, link: SyncerLink, island: Island, anew: Rejoining) -> LearnerCore:
+    """Install all fragments on all ranks; counters begin at zero. Collective: one plan per fragment."""
+    welcome, states = anew.welcome, anew.states
+    assert welcome is not None
+    for fragment in layout.fragments:
+        f = fragment.fragment
+        island.broadcast_plan([LOAD, f])
+        island.install_fragment(fragment, states[f].values, 0.0)
+        link.remember_base(f, states[f].values)
+    versions = [states[f].message.version for f in range(len(layout))]
+    for f, version in enumerate(versions):
+        if version > welcome.versions[f]:
+            # A merge overtook the state that was sent to us: the syncer must know which one we hold.
+            step = welcome.global_step
+            link.installed(Installed(fragment=f, version=version, tokens=0, steps=0, step=step, waited_s=0.0))
+        link.release(states[f])
+    return LearnerCore(learner_settings(cfg, len(layout)), step=welcome.global_step, versions=versions)
 
 
 @dataclass(slots=True)
@@ -124,11 +273,21 @@ class Leader(Follower):
         layout: Layout,
         link: SyncerLink,
         core: LearnerCore,
+        *,
+        tokens: int = 0,
+        joined_at_step: int | None = None,
+        should_leave: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(run, cfg, name, island, trainer, layout)
         self.link = link
         self.core = core
-        self.tokens = 0
+        self.tokens = tokens
+        self._joined_at_step = core.step if joined_at_step is None else joined_at_step
+        self._should_leave = should_leave
+        self._saved_cut = 0
+        """Step of the newest snapshot that our state was saved for, plus 1; 0: none."""
+        self._anew: Rejoining | None = None
+        """Back on a new connection, and not let in yet: what has come so far."""
         self._merged: dict[int, Merged] = {}
         self._next_handle = 1
         self._last: StepResult | None = None
@@ -141,9 +300,14 @@ class Leader(Follower):
         self._evaluates_regularly = name == cfg.island_names()[0] and cfg.run.eval_every_steps > 0
 
     def lead(self) -> str:
-        """Train until the syncer says stop; returns the reason."""
+        """Train until the syncer says stop, or somebody wants us to leave; returns the reason."""
+        self.link.returns = True
         while not self._stop_reason:
-            if self._evaluate:
+            if self._should_leave():
+                self._plan(LEAVE)
+                self.save_left()
+                self._stop_reason = "preempted"
+            elif self._evaluate:
                 self._evaluate = False
                 self._validate(final=True)
             elif not self.core.waits_for:
@@ -154,7 +318,25 @@ class Leader(Follower):
                 continue
             self._take_messages(block_s=0.0)
         self.island.broadcast_plan([STOP])
+        self._writer.shutdown(wait=True)
         return self._stop_reason
+
+    def state(self) -> dict[str, Any]:
+        """With what only rank 0 has: the protocol's state, and the link's."""
+        link = self.link.state_dict()
+        mine = {"core": self.core.dump(), "tokens": self.tokens, "joined_at_step": self._joined_at_step, "link": link}
+        return {**super().state(), "leader": mine}
+
+    def _save_for(self, cut: int) -> None:
+        """Save our state for the snapshot that was cut at step `cut` - 1, unless that is done."""
+        if cut <= self._saved_cut:
+            return
+        self._saved_cut = cut
+        if self._anew is not None:
+            return  # what we have now is of no use to anybody
+        with self._phase("save"):
+            self._plan(SNAPSHOT, cut - 1)
+            self.save(snapshots.folder_of(self.run.checkpoints, cut - 1))
 
     # ---- training ----
 
@@ -214,7 +396,31 @@ class Leader(Follower):
 
     def _take(self, message: Incoming) -> None:
         match message:
+            case Lost():
+                if message.ours:
+                    self.island.broadcast_plan([STOP])
+                    raise DilocoError("the link to the syncer failed", where=self.name, why=message.reason)
+                log.warning("the connection to the syncer is lost: %s", message.reason)
+                self._drop_anew()
+                self.link.reconnect()
+            case Connected():
+                self._return()
+            case Welcome():
+                self._welcomed(message)
+            case Reject():
+                self.island.broadcast_plan([STOP])
+                raise refused(message)
+            case FaultMsg():
+                self.link.apply_fault(message)
+            case SnapshotMsg():
+                self._save_for(message.step + 1)
+            case StopMsg():
+                self._stop_reason = message.reason
+            case _ if self._anew is not None:
+                self._anew.take(message, self.link)
+                self._begin_anew_if_complete()
             case Merged():
+                self._save_for(message.message.cut)
                 handle = self._next_handle
                 self._next_handle += 1
                 self._merged[handle] = message
@@ -227,11 +433,63 @@ class Leader(Follower):
                 self._perform(self.core.handle(StopReceived(reason=message.reason)))
             case EvaluateMsg():
                 self._evaluate = True
-            case StopMsg():
-                self._stop_reason = message.reason
-            case Lost():
-                self.island.broadcast_plan([STOP])
-                raise EnvironmentNotReady("the connection to the syncer is lost", where=self.name, why=message.reason)
+
+    # ---- coming back ----
+
+    def _return(self) -> None:
+        """There is a new connection: say where we stand."""
+        log.info("%s: connected again, at step %d", self.name, self.core.step)
+        self._perform(self.core.handle(Reconnected()))
+        self._anew = Rejoining()
+        self.link.say_returning(
+            Returning(
+                step=self.core.step,
+                tokens=self.tokens,
+                joined_at_step=self._joined_at_step,
+                versions=list(self.core.versions),
+                fragment_tokens=list(self.core.tokens),
+                sent_at=[step + 1 for step in self.core.sent_at],
+            )
+        )
+
+    def _welcomed(self, message: Welcome) -> None:
+        """The syncer has answered: we go on as we are, or begin anew with what it sends, training on meanwhile."""
+        if self._anew is None:
+            log.warning("%s: welcomed without having asked", self.name)
+            return
+        if not message.returned:
+            log.info("%s: is let in anew at step %d", self.name, message.global_step)
+            for merged in self._merged.values():
+                self.link.release(merged)
+            self._merged.clear()
+            self._anew.welcome = message
+            self._begin_anew_if_complete()
+            return
+        self.link.accepted()
+        anew, self._anew = self._anew, None
+        for waiting in [*anew.states.values(), *anew.early]:
+            self._take(waiting)
+
+    def _begin_anew_if_complete(self) -> None:
+        assert self._anew is not None
+        if not self._anew.complete:
+            return
+        anew, self._anew = self._anew, None
+        self.core = load_state(self.cfg, self.layout, self.link, self.island, anew)
+        self.trainer.set_step(self.core.step)
+        self._plan(SET_STEP, self.core.step)
+        self.tokens = 0
+        self._joined_at_step = self.core.step
+        self.link.forget_unanswered()
+        self.link.accepted()
+        for waiting in anew.early:
+            self._take(waiting)
+
+    def _drop_anew(self) -> None:
+        if self._anew is not None:
+            for merged in self._anew.states.values():
+                self.link.release(merged)
+            self._anew = None
 
     def _perform(self, effects: tuple[LearnerEffect, ...]) -> None:
         for effect in effects:

@@ -1,16 +1,18 @@
 """The run folder: its layout, its making, and how one is found again.
 
-Owns: every path inside RUN (interface.md, "Run folder"), environment.json, summary.json. Called by: all processes
-of a run, and the commands that look back at one.
+Owns: every path inside RUN (interface.md, "Run folder"), environment.json, summary.json, and the lock that says
+whether a launcher is at work on it. Called by: all processes of a run, and the commands that look back at one.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -48,6 +50,11 @@ class RunDir:
         return self.path / "summary.json"
 
     @property
+    def lock(self) -> Path:
+        """Held by the launcher for as long as it lives."""
+        return self.path / "lock"
+
+    @property
     def keys(self) -> Path:
         """Credentials of the run, owner only."""
         return self.path / "keys"
@@ -57,6 +64,25 @@ class RunDir:
         """The trained parameters."""
         return self.path / "final"
 
+    @property
+    def checkpoints(self) -> Path:
+        """Snapshots, step-N each."""
+        return self.path / "checkpoints"
+
+    @property
+    def durable(self) -> Path:
+        """What a syncer that was killed goes on from."""
+        return self.path / "syncer"
+
+    def left_state(self, island: str, rank: int) -> Path:
+        """What a rank saved of itself when it left in order (without a suffix: see run.snapshots.write_state)."""
+        return self.path / "left" / island / f"rank-{rank}"
+
+    @property
+    def record(self) -> Path:
+        """Merged contributions (sync.record)."""
+        return self.path / "record"
+
     def log(self, process: str) -> Path:
         """A process's own output."""
         return self.path / "logs" / f"{process}.log"
@@ -64,6 +90,20 @@ class RunDir:
     def error(self, process: str) -> Path:
         """What a process says of its own death, for the launcher to show."""
         return self.path / "logs" / f"{process}.error.json"
+
+    def alive(self, process: str) -> Path:
+        """Touched by a process as a sign of life; holds its pid."""
+        return self.path / "alive" / process
+
+    @property
+    def commands(self) -> Path:
+        """What other terminals ask of the launcher, and its answers."""
+        return self.path / "commands"
+
+    @property
+    def failures(self) -> Path:
+        """The failures on purpose, as drawn before the start."""
+        return self.path / "failures.json"
 
     def samples(self, island: str) -> Path:
         """Sample ids of every step (run.trace_samples)."""
@@ -158,8 +198,115 @@ def _git_commit() -> str | None:
     return found.stdout.strip() or None if found.returncode == 0 else None
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON under a temporary name, then rename: a reader sees all of it or nothing."""
+def write_text(path: Path, text: str) -> None:
+    """Write a file under a temporary name, then rename: a reader sees all of it or nothing."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A JSON file, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+# ---- is somebody at work on it? -------------------------------------------------------------------
+
+LOCK_WAIT_S = 1.0
+"""`is_alive` holds a shared lock for an instant; a launcher that meets it tries again for so long."""
+
+_held: set[int] = set()
+
+
+def _close_in_child() -> None:
+    # A lock lives as long as any descriptor of it: a forked child must not keep a dead launcher's.
+    for fd in _held:
+        os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class RunLock:
+    """A held lock; released by close() or by the end of this process, however it ends."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        _held.add(fd)
+
+    def close(self) -> None:
+        """Release. Harmless when called again, and in a forked child."""
+        if self._fd in _held:
+            _held.discard(self._fd)
+            os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def hold_lock(run: RunDir) -> RunLock:
+    """Claim the run folder for this process; the lock file's time is then when that was.
+
+    Raises:
+        EnvironmentNotReady: another launcher has it, or its file system knows no locks.
+    """
+    deadline_s = time.monotonic() + LOCK_WAIT_S
+    fd = -1
+    try:
+        fd = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.utime(fd)
+                return RunLock(fd)
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.02)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        if isinstance(error, BlockingIOError):
+            raise EnvironmentNotReady(
+                "the run is running already", where=str(run.path), hint=f"look at it: diloco watch {run.path}"
+            ) from None
+        raise EnvironmentNotReady(
+            "the run folder cannot be locked",
+            where=str(run.lock),
+            why=error.strerror or str(error),
+            hint="run.dir on a disk of this machine",
+        ) from error
+
+
+def summary_is_current(run: RunDir) -> bool:
+    """Whether summary.json is of the launcher that last had the run, not of one before (`diloco resume`)."""
+    try:
+        written_ns = run.summary.stat().st_mtime_ns
+    except OSError:
+        return False
+    try:
+        return written_ns >= run.lock.stat().st_mtime_ns
+    except OSError:
+        return True
+
+
+def is_alive(run: RunDir) -> bool:
+    """Whether a launcher is at work on the run. Only reads, so it may be asked about somebody else's run."""
+    try:
+        fd = os.open(run.lock, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)

@@ -6,8 +6,12 @@ reads (events.jsonl, metrics.jsonl). Must not decide anything: every rule is in 
 One thread, the *actor*, owns the core and all state in this file. Everything else posts to its mailbox: receivers
 (one per connection), the listener, the merge worker, the launcher's control pipe. So there is no lock in here.
 
-    launcher --control pipe--> {"event": "stop"} | {"event": "exited", "island": ...}; its end means that the launcher
-    is gone, which stops the run.
+    launcher --control pipe--> one JSON object a line, with "event":
+        stop (reason)   exited (island, reason, returns)   added (island)   removed (island, reason)
+        fault (island, kind, duration_s, rate_bps, latency_s, loss, payload)
+    its end means that the launcher is gone, which stops the run.
+
+A syncer that finds RUN/syncer/core.json goes on from it (run.durable): it was killed, or the run is resumed.
 """
 
 from __future__ import annotations
@@ -18,20 +22,26 @@ import json
 import logging
 import os
 import queue
+import shutil
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from diloco_cli import __version__
 from diloco_cli.config.schema import load_config
-from diloco_cli.core.syncer import COMPLETED, SyncerCore
+from diloco_cli.core import faults, recovery
+from diloco_cli.core.merge import MergeInput
+from diloco_cli.core.syncer import COMPLETED, GATHERING, SyncerCore
 from diloco_cli.core.types import (
+    AcceptReturn,
     CancelTimer,
     Contribution,
     ContributionReceived,
@@ -40,11 +50,15 @@ from diloco_cli.core.types import (
     DropPayload,
     Finish,
     FragmentInstalled,
+    IslandAdded,
+    IslandRemoved,
     LearnerAlive,
     LearnerJoined,
     LearnerLeft,
     LearnerReport,
+    LearnerReturned,
     MergeFinished,
+    Persist,
     Publish,
     Pull,
     Record,
@@ -55,27 +69,33 @@ from diloco_cli.core.types import (
     StopRequested,
     SyncerEffect,
     SyncerEvent,
+    TakeSnapshot,
     TimerFired,
 )
-from diloco_cli.observe.events import JsonlWriter
-from diloco_cli.run import process
+from diloco_cli.observe.events import JsonlWriter, read_jsonl
+from diloco_cli.run import process, record, snapshots
 from diloco_cli.run.credentials import load
+from diloco_cli.run.durable import Durable
 from diloco_cli.run.global_model import GlobalModel, PayloadStore
-from diloco_cli.run.links import make_shaper
+from diloco_cli.run.links import LinkFault, make_shaper
 from diloco_cli.run.listener import Listener
 from diloco_cli.run.metrics import Figures
 from diloco_cli.run.peers import Peer, Peers
+from diloco_cli.run.ranks import failed_mark, rank_state
 from diloco_cli.run.rundir import RunDir
 from diloco_cli.run.settings import syncer_settings
 from diloco_cli.wire.messages import (
     ContributionMsg,
     EvaluateMsg,
+    FaultMsg,
     FinishMsg,
     Goodbye,
     Installed,
     MergedMsg,
     PullMsg,
     Report,
+    Returning,
+    SnapshotMsg,
     StopMsg,
     Validation,
     Welcome,
@@ -95,9 +115,19 @@ LOGGED_EVENTS = {
     "warning",
     "error",
     "finish",
+    "return",
+    "expelled",
+    "snapshot",
+    "snapshot_failed",
+    "syncer_restarted",
+    "resumed",
 }
 EVALUATION_TIMEOUT_S = 600.0
 GOODBYE_TIMEOUT_S = 3.0
+# Time for the message that tells a learner of its link's fault to get through.
+FAULT_DELAY_S = 0.1
+# A learner's part of a snapshot comes at its next step boundary, and is written in the background.
+SNAPSHOT_TIMEOUT_S, LAST_SNAPSHOT_TIMEOUT_S = 120.0, 5.0
 
 
 def main() -> None:
@@ -137,10 +167,13 @@ class Syncer:
         self.model = GlobalModel(self.cfg)
         self.layout = self.model.layout
         self.core = SyncerCore(syncer_settings(self.cfg, len(self.layout)))
+        self.durable = Durable(run.durable, len(self.layout))
         self.store = PayloadStore(self.cfg, self.layout)
         self.peers = Peers(self.cfg, self.layout, self.store, self)
         self.finish: Finish | None = None
         self._merge_lines: dict[int, dict[str, Any]] = {}
+        """Of merges whose digest is not known yet."""
+        self._last_lines: dict[int, dict[str, Any]] = {}
         self._merges_under_way = 0
         self._timers: dict[str, float] = {}
         self._timer_heap: list[tuple[float, str]] = []
@@ -148,6 +181,12 @@ class Syncer:
         self._evaluating: str | None = None
         self._evaluated_by: set[str] = set()
         self._figures = Figures(self)
+        self._cut = 0
+        """Step of the newest snapshot plus 1; 0: none."""
+        self._snapshot: _SnapshotUnderWay | None = None
+        self._not_kept_because = ""
+        self._merged_version = [0] * len(self.layout)
+        """Of the merge worker: the version that is in the model."""
         self._merge_jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._merge_worker, name="merge", daemon=True).start()
         threading.Thread(target=self._read_control, args=(control_fd,), name="control-pipe", daemon=True).start()
@@ -174,17 +213,46 @@ class Syncer:
 
     def run_to_end(self) -> None:
         """Serve until the protocol finishes, then evaluate, save, and say goodbye to everybody."""
-        self._record_start()
-        self.perform(self.core.start(time.monotonic()))
+        process.beat(self.run, NAME, self.cfg.sync.heartbeat_interval_s)
+        self.perform(self._begin())
         self._serve_until(lambda: self.finish is not None)
         assert self.finish is not None
         self._serve_until(lambda: not self._merges_under_way)
         self._figures.write(force=True)
         if self.finish.status == COMPLETED:
             self._evaluate_with_somebody()
+        self._take_last_snapshot()
         self._save_final()
         self._record_result()
         self._say_goodbye()
+
+    def _begin(self) -> tuple[SyncerEffect, ...]:
+        """Start, or go on from what outlived the process before."""
+        saved = self.durable.read()
+        now_s = time.monotonic()
+        if saved is None:
+            self._record_start()
+            return self.core.start(now_s)
+        resumed = saved.get("resumed_from")
+        settings = self.core.settings
+        self.durable.load(saved["core"]["versions"], self.model)
+        self._merged_version = list(saved["core"]["versions"])
+        # Learners of a killed syncer are there; those of a run that is resumed have to be started.
+        self.core, effects = recovery.load(
+            settings,
+            saved["core"],
+            now_s,
+            elapsed_s=0.0 if resumed else now_s - saved["core"]["saved_at_s"],
+            patience_s=settings.start_timeout_s if resumed else settings.heartbeat_timeout_s,
+        )
+        self._figures.load(saved["figures"], 0.0 if resumed else now_s - saved["core"]["saved_at_s"])
+        if resumed:
+            self._record_start()
+            self.record("resumed", {"step": self.core.global_step, "snapshot": resumed})
+        else:
+            self._complete_tape(saved["lines"])
+            self.record("syncer_restarted", {"step": self.core.global_step, "merges": self.core.num_merges})
+        return effects
 
     def _serve_until(self, done: Callable[[], bool], timeout_s: float = float("inf")) -> None:
         """Run posted actions and timers until done() or the time is over."""
@@ -237,6 +305,12 @@ class Syncer:
                         self.peers.tell(learner, PullMsg(fragment=effect.fragment))
                 case StartMerge():
                     self._start_merge(effect)
+                case Persist():
+                    self._persist()
+                case TakeSnapshot():
+                    self._take_snapshot(effect.step)
+                case AcceptReturn():
+                    self._welcome(effect.learner, effect.global_step, self.core.versions, returned=True)
                 case Publish():
                     self._publish(effect.fragment, effect.version, effect.to, effect.taken)
                 case SendState():
@@ -260,7 +334,12 @@ class Syncer:
         inputs = self.store.merge_inputs(effect.members, self.model)
 
         def job() -> None:
+            if self.cfg.sync.record:
+                self._keep_contributions(effect, inputs)
             payload = self.model.merge(effect.fragment, inputs)
+            self._merged_version[effect.fragment] = effect.version
+            for fragment in {effect.fragment, *self.durable.missing(self._merged_version)}:
+                self.durable.write(fragment, self._merged_version[fragment], self.model)
             self.post(lambda: self._merge_finished(effect, payload))
             # The learners need not wait for the digest; the tape's line does.
             digest = self.model.digest(effect.fragment)
@@ -268,6 +347,14 @@ class Syncer:
 
         self._merges_under_way += 1
         self._merge_jobs.put(job)
+
+    def _keep_contributions(self, effect: StartMerge, inputs: list[MergeInput]) -> None:
+        """For `diloco replay`. In the merge worker."""
+        try:
+            record.write(self.run.record, effect.fragment, effect.version, inputs)
+        except OSError as error:
+            reason = f"version {effect.version} of fragment {effect.fragment} is not recorded: {error.strerror}"
+            self.post(lambda: self.record("warning", {"message": reason}))
 
     def _merge_finished(self, effect: StartMerge, payload: Tensor) -> None:
         for member in effect.members:
@@ -298,31 +385,167 @@ class Syncer:
                 numel=self.layout.fragments[fragment].numel,
                 taken=learner in taken,
                 global_step=self.core.global_step,
+                cut=self._cut,
             )
             self.peers.send_fragment(learner, message, payload)
         self.model.forget(fragment, self.core.bases_in_use(fragment))
 
     def _send_state(self, effect: SendState) -> None:
-        learner = effect.learner
-        adopted = {"inner_steps": self.cfg.sync.inner_steps, "target_steps": self.core.settings.target_steps}
-        self.peers.tell(
-            learner, Welcome(settings=adopted, global_step=effect.global_step, versions=list(effect.versions))
-        )
+        self._welcome(effect.learner, effect.global_step, effect.versions, taken_steps=effect.taken_steps)
         for fragment in range(len(self.layout)):
-            self._publish(fragment, effect.versions[fragment], (learner,), ())
+            self._publish(fragment, effect.versions[fragment], (effect.learner,), ())
+
+    def _welcome(
+        self,
+        learner: str,
+        global_step: int,
+        versions: Sequence[int],
+        *,
+        returned: bool = False,
+        taken_steps: int = 0,
+    ) -> None:
+        adopted = {"inner_steps": self.cfg.sync.inner_steps, "target_steps": self.core.settings.target_steps}
+        message = Welcome(
+            settings=adopted,
+            global_step=global_step,
+            versions=list(versions),
+            returned=returned,
+            taken_steps=taken_steps,
+        )
+        self.peers.tell(learner, message)
+
+    # ---- what outlives this process --------------------------------------------------------------------
+
+    def _saved(self) -> dict[str, Any]:
+        return {
+            "core": recovery.dump(self.core, time.monotonic()),
+            "figures": self._figures.dump(),
+            "lines": {str(fragment): line for fragment, line in self._last_lines.items()},
+        }
+
+    def _complete_tape(self, lines: dict[str, dict[str, Any]]) -> None:
+        """A merge's line waits for its digest: the syncer may have been killed in between."""
+        newest = {}
+        for line in read_jsonl(self.run.events):
+            if line.get("event") == "merge":
+                newest[line["fragment"]] = line["version"]
+        for name, line in sorted(lines.items()):
+            self._last_lines[int(name)] = line
+            if newest.get(int(name), 0) < line["version"]:
+                self.events.write({**line, "digest": self.model.digest(int(name))})
+
+    def _persist(self) -> None:
+        """Before what is new is told to anybody. A disk that takes nothing is said, and stops nothing."""
+        if self.durable.commit(self._saved()):
+            if self._not_kept_because:
+                self.record("warning", {"message": "merges are kept on the disk again"})
+            self._not_kept_because = ""
+        elif not self._not_kept_because:
+            self._not_kept_because = self.durable.failed
+            lost = "a syncer that is killed now goes back to before"
+            self.record("warning", {"message": f"merges are not kept on the disk: {self.durable.failed}; {lost}"})
+
+    def _take_snapshot(self, step: int) -> None:
+        """Cut here: our part at once, as links; every learner's at its next step boundary, in its own time."""
+        if self._snapshot is not None:
+            self.record("snapshot_failed", {"step": step, "reason": "the one before is still being written"})
+            return
+        try:
+            folder = snapshots.begin(self.run.checkpoints, step)
+            self.durable.cut(folder, self._saved())
+        except OSError as error:
+            self._snapshot_failed(step, error)
+            return
+        self._cut = step + 1
+        islands = self.peers.announced()
+        for name in islands:
+            self.peers.tell(name, SnapshotMsg(step=step))
+        ranks = {name: self.cfg.island(name).nproc_per_node for name in islands}
+        self._snapshot = _SnapshotUnderWay(folder, step, ranks)
+        threading.Thread(target=self._finish_snapshot, args=(self._snapshot,), name="snapshot", daemon=True).start()
+
+    def _finish_snapshot(self, under_way: _SnapshotUnderWay) -> None:
+        """Wait for the learners' parts, then make it count. In a thread of its own."""
+        began_s = time.monotonic()
+        try:
+            islands = under_way.wait()
+            meta = {
+                "step": under_way.step,
+                "time": self.now_s(),
+                "diloco": __version__,
+                "layout_hash": self.layout.hash,
+                "islands": islands,
+            }
+            num_bytes = snapshots.finish(under_way.folder, meta)
+            snapshots.retain(self.run.checkpoints, self.cfg.run.snapshot_keep)
+        except OSError as error:
+            failed = error
+            self.post(lambda: self._snapshot_failed(under_way.step, failed))
+            return
+        line = {
+            "step": under_way.step,
+            "path": str(under_way.folder.relative_to(self.run.path)),
+            "bytes": num_bytes,
+            "seconds": time.monotonic() - began_s,
+            "islands": islands,
+        }
+
+        def done() -> None:
+            self._snapshot = None
+            self.record("snapshot", line)
+
+        self.post(done)
+
+    def _snapshot_failed(self, step: int, error: OSError) -> None:
+        self._snapshot = None
+        reason = f"{error.strerror or error}"
+        self.record("snapshot_failed", {"step": step, "reason": f"{reason}; training goes on without"})
+
+    def _take_last_snapshot(self) -> None:
+        """Of the run's end, so that it can be resumed from there. Nobody waits long for it."""
+        deadline_s = time.monotonic() + LAST_SNAPSHOT_TIMEOUT_S
+        self._serve_until(lambda: self._snapshot is None, LAST_SNAPSHOT_TIMEOUT_S)
+        if self._snapshot is not None or self.core.phase == GATHERING or not self.core.global_step:
+            return
+        self._take_snapshot(self.core.global_step)
+        self._serve_until(lambda: self._snapshot is None, deadline_s - time.monotonic())
 
     # ---- what peers say (called by Peers, in the actor's thread) --------------------------------
 
     def on_joined(self, peer: Peer) -> None:
         """Both connections of a learner are there and its layout is ours."""
         self._figures.joined(peer.name)
-        self.feed(LearnerJoined(learner=peer.name))
+        self.feed(LearnerJoined(learner=peer.name, session=peer.session))
 
     def on_left(self, name: str, reason: str) -> None:
         """A learner's connection is over."""
-        self.feed(LearnerLeft(learner=name, reason=reason))
+        self._left(name, reason, returns=True)
+
+    def _left(self, name: str, reason: str, *, returns: bool) -> None:
+        self.feed(LearnerLeft(learner=name, reason=reason, returns=returns))
         if self._evaluating == name:
             self._evaluating = None
+        if self._snapshot is not None:
+            self._snapshot.gone.add(name)
+
+    def _on_returning(self, peer: Peer, message: Returning) -> None:
+        count = len(self.layout)
+        if any(len(values) != count for values in (message.versions, message.fragment_tokens, message.sent_at)):
+            self.peers.disconnect(peer.name, "it returns with another number of fragments")
+            return
+        self._figures.joined(peer.name)
+        self.feed(
+            LearnerReturned(
+                learner=peer.name,
+                session=peer.session,
+                step=message.step,
+                tokens=message.tokens,
+                joined_at_step=message.joined_at_step,
+                versions=tuple(message.versions),
+                fragment_tokens=tuple(message.fragment_tokens),
+                sent_at=tuple(step - 1 for step in message.sent_at),
+            )
+        )
 
     def on_message(self, peer: Peer, message: object) -> None:
         """A control message of a learner that has joined."""
@@ -334,6 +557,8 @@ class Syncer:
                         learner=peer.name, step=message.step, tokens=message.tokens, step_time_s=message.step_time_s
                     )
                 )
+            case Returning():
+                self._on_returning(peer, message)
             case Installed():
                 self._on_installed(peer, message)
             case Validation():
@@ -383,10 +608,11 @@ class Syncer:
         )
         # What starts from a version that is still to come is for the core to refuse.
         known = self.model.knows(message.fragment, message.base_version)
+        bad = bool(problem)
         if not problem and not known and message.base_version <= self.core.versions[message.fragment]:
             problem = f"it starts from version {message.base_version}, which is no longer known"
         if problem:
-            self.feed(ContributionRefused(contribution=contribution, reason=problem))
+            self.feed(ContributionRefused(contribution=contribution, reason=problem, bad=bad))
         else:
             self.feed(ContributionReceived(contribution=contribution))
 
@@ -408,7 +634,53 @@ class Syncer:
         elif said.get("event") == "exited":
             name = str(said["island"])
             self.peers.forget(name)
-            self.on_left(name, str(said.get("reason", "its process ended")))
+            self._left(name, str(said.get("reason", "its process ended")), returns=bool(said.get("returns", False)))
+        elif said.get("event") == "added":
+            self._add(str(said["island"]))
+        elif said.get("event") == "removed":
+            name = str(said["island"])
+            self.peers.forget(name)
+            self.feed(IslandRemoved(learner=name, reason=str(said.get("reason", "it was taken out"))))
+        elif said.get("event") == "fault":
+            self._apply_fault(said)
+
+    def _add(self, name: str) -> None:
+        """An island that the run did not begin with. The launcher has written it into the configuration."""
+        self.cfg = load_config(self.run.config)
+        index = self.cfg.island_names().index(name)
+        self.peers.shapers[name] = make_shaper(self.cfg.link(name).down, self.cfg.run.seed * 1000 + 500 + index)
+        self.feed(IslandAdded(learner=name, chips=self.cfg.island(name).nproc_per_node))
+
+    def _apply_fault(self, said: dict[str, Any]) -> None:
+        """A failure on purpose of an island's link, or of what it sends: each side does its own half."""
+        name, kind, duration_s = str(said["island"]), str(said["kind"]), float(said.get("duration_s") or 0.0)
+        message = FaultMsg(
+            kind=kind,
+            duration_s=duration_s,
+            rate_bps=said.get("rate_bps"),
+            latency_s=said.get("latency_s"),
+            loss=float(said.get("loss") or 0.0),
+            payload=str(said.get("payload") or ""),
+        )
+        self.peers.tell(name, message)
+        if kind not in (faults.PARTITION, faults.DEGRADE):
+            return
+        until_s = time.monotonic() + duration_s
+        cut = kind == faults.PARTITION
+        fault = LinkFault(
+            until_s=until_s, cut=cut, rate_bps=message.rate_bps, latency_s=message.latency_s, loss=message.loss
+        )
+
+        def apply() -> None:
+            # After the message has left, which it would otherwise hold back.
+            if (shaper := self.peers.shapers.get(name)) is not None:
+                shaper.set_fault(fault)
+            if cut:
+                self.peers.cut_off(name, until_s)
+
+        timer = threading.Timer(FAULT_DELAY_S, lambda: self.post(apply))
+        timer.daemon = True
+        timer.start()
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -460,7 +732,7 @@ class Syncer:
             log.info("%s %s", event, " ".join(f"{k}={v}" for k, v in data.items()))
         if event == "merge":
             self._figures.merged(line)
-            self._merge_lines[line["fragment"]] = line
+            self._merge_lines[line["fragment"]] = self._last_lines[line["fragment"]] = line
         else:
             self.events.write(line)
 
@@ -501,6 +773,37 @@ class Syncer:
                 **self._figures.result(),
             },
         )
+
+
+@dataclass
+class _SnapshotUnderWay:
+    """A snapshot that waits for the learners' parts: `ranks` of each island; `gone`: islands that left meanwhile."""
+
+    folder: Path
+    step: int
+    ranks: dict[str, int]
+    gone: set[str] = field(default_factory=set)
+
+    def wait(self) -> list[str]:
+        """Until every island's part is there, or will not come; returns the islands whose part is whole."""
+        deadline_s = time.monotonic() + SNAPSHOT_TIMEOUT_S
+        waiting = set(self.ranks)
+        whole: list[str] = []
+        while waiting:
+            for name in sorted(waiting):
+                stems = [rank_state(self.folder, name, r) for r in range(self.ranks[name])]
+                if all(stem.with_name(stem.name + ".json").exists() for stem in stems):
+                    whole.append(name)
+                    waiting.discard(name)
+                elif name in self.gone or any(failed_mark(stem).exists() for stem in stems):
+                    waiting.discard(name)
+            if time.monotonic() > deadline_s:
+                break
+            if waiting:
+                time.sleep(0.02)
+        for name in set(self.ranks) - set(whole):
+            shutil.rmtree(self.folder / "islands" / name, ignore_errors=True)
+        return sorted(whole)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ class Trainer:
         self.corpus = corpus
         self.total_steps = total_steps
         self.step_index = step
+        self._warm_from: int | None = None
         self._autocast = wants_bfloat16(cfg.inner.autocast, island.device)
         self.module = island.setup(
             model,
@@ -114,6 +115,22 @@ class Trainer:
         """Go on as if `step` inner steps were done: the schedule is a function of the step alone."""
         self.step_index = step
 
+    def place(self, steps: int) -> None:
+        """Go to the place in the data at which this island is after so many steps of its own."""
+        self.cursor.position = steps * self.island.cfg.batch  # type: ignore[attr-defined]
+
+    def warm_up_again(self) -> None:
+        """From here on the rate grows from zero once more: the optimizer has no state yet (algorithm.md, Failure)."""
+        self._warm_from = self.step_index
+
+    def _rate(self) -> float:
+        """Share of the peak learning rate for the step to come."""
+        factor = lr_factor(self.step_index, self.total_steps, self.cfg.inner)
+        steps = self.cfg.inner.rejoin_warmup_steps
+        if self._warm_from is not None and steps > 0:
+            factor *= min(1.0, (self.step_index + 1 - self._warm_from) / steps)
+        return factor
+
     # ---- one step -------------------------------------------------------------------------------
 
     def step(self) -> StepResult:
@@ -125,7 +142,7 @@ class Trainer:
         fetched = time.perf_counter()
 
         tokens = int(self.island.all_reduce_sum(sum(counts))[0])
-        factor = lr_factor(self.step_index, self.total_steps, self.cfg.inner)
+        factor = self._rate()
         self.optimizer.set_lr_factor(factor)
         loss, norm = self._gradients(batches, counts, tokens) if tokens else (float("nan"), 0.0)
         skipped = not tokens or not (norm < float("inf"))  # also true for NaN
@@ -237,20 +254,60 @@ class Trainer:
     # ---- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a snapshot of this rank needs beside the parameters: step, optimizer, data position, random state."""
+        """All that this rank needs to go on: parameters, step, optimizer, data position, random state.
+
+        Under FSDP2 the tensors are this rank's shards. They are the live ones: copy them before the next step.
+        """
         return {
             "step": self.step_index,
+            "warm_from": self._warm_from,
+            "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),
             "cursor": cast(Any, self.cursor).state_dict(),
             "random": torch.get_rng_state(),
+            "cuda_random": torch.cuda.get_rng_state(self.island.device) if self.island.device.type == "cuda" else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of state_dict, on the same rank of an island of the same shape."""
         self.step_index = int(state["step"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._warm_from = state["warm_from"]
+        with torch.no_grad():
+            for name, tensor in self.model.state_dict().items():
+                local(tensor).copy_(state["model"][name])
+        self.load_optimizer(state["optimizer"])
         cast(Any, self.cursor).load_state_dict(state["cursor"])
         torch.set_rng_state(state["random"])
+        if state["cuda_random"] is not None and self.island.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_random"], self.island.device)
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """The optimizer's part of a state_dict alone: of this learner's past, or of a peer of the same shape."""
+        self.optimizer.load_state_dict(state)
+        for optimizer in self.optimizer.optimizers:
+            for parameter, values in optimizer.state.items():
+                for name, value in values.items():
+                    if isinstance(value, Tensor) and hasattr(parameter, "to_local") and value.ndim:
+                        values[name] = _sharded_like(cast(Any, parameter), value)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that FSDP2 has sharded; any other as it is."""
+    return cast(Tensor, cast(Any, tensor).to_local()) if hasattr(tensor, "to_local") else tensor
+
+
+def _sharded_like(parameter: Any, value: Tensor) -> Tensor:
+    if hasattr(value, "to_local"):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        value.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:

@@ -30,6 +30,9 @@ class Hello:
         layout: what the syncer needs to name the first difference when the hashes differ.
         version: version of the diloco package.
         session: made new by each learner process, so that its two connections are told from those of a predecessor.
+            A learner that goes on from a snapshot has the one that is in there.
+        attempt: counts the connections of a session, from 0.
+        returns: it has trained before in this session; Returning follows.
         batch_tokens: tokens of one inner step.
     """
 
@@ -41,17 +44,26 @@ class Hello:
     layout: dict[str, Any] = field(default_factory=dict)
     version: str
     session: str
+    attempt: int = 0
+    returns: bool = False
     batch_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """The syncer takes the learner in, with the settings that it adopts (algorithm.md, Learner)."""
+    """The syncer takes the learner in, with the settings that it adopts (algorithm.md, Learner).
+
+    Attributes:
+        returned: the learner goes on with its own counters; otherwise all fragments follow, and it begins with them.
+        taken_steps: steps that its island has taken so far: where it is in its data.
+    """
 
     TYPE: ClassVar[int] = 2
     settings: dict[str, Any]
     global_step: int
     versions: list[int]
+    returned: bool = False
+    taken_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +186,13 @@ class ContributionMsg:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedMsg:
-    """A merged fragment (or one part of it); `taken`: the receiver's own contribution is inside."""
+    """A merged fragment (or one part of it).
+
+    Attributes:
+        taken: the receiver's own contribution is inside.
+        cut: step of the last snapshot that was cut before this was published, plus 1 (0: none): the receiver saves its
+            state for that one before it installs this.
+    """
 
     TYPE: ClassVar[int] = 14
     fragment: int
@@ -183,8 +201,46 @@ class MergedMsg:
     numel: int
     taken: bool
     global_step: int
+    cut: int = 0
     part: int = 0
     num_parts: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returning:
+    """First message of a learner that returns: where it stands (core.types.LearnerReturned).
+
+    sent_at: 0 for nothing, else the step of the sending plus 1.
+    """
+
+    TYPE: ClassVar[int] = 15
+    step: int
+    tokens: int
+    joined_at_step: int
+    versions: list[int]
+    fragment_tokens: list[int]
+    sent_at: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotMsg:
+    """A snapshot was cut at the global step `step`: save your state at the next step boundary, for that one."""
+
+    TYPE: ClassVar[int] = 16
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultMsg:
+    """A failure on purpose that the learner's side of the link performs (core.faults: partition, degrade, corrupt)."""
+
+    TYPE: ClassVar[int] = 17
+    kind: str
+    duration_s: float
+    rate_bps: float | None
+    latency_s: float | None
+    loss: float
+    payload: str
 
 
 Message = (
@@ -202,6 +258,9 @@ Message = (
     | StopMsg
     | ContributionMsg
     | MergedMsg
+    | Returning
+    | SnapshotMsg
+    | FaultMsg
 )
 
 MESSAGE_TYPES: dict[int, type[Message]] = {cls.TYPE: cls for cls in Message.__args__}

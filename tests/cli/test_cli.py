@@ -54,7 +54,8 @@ def test_help_lists_the_commands_and_answers_at_once(tmp_path: Path) -> None:
     done = diloco("--help", cwd=tmp_path)
     assert done.returncode == 0
     listed = re.findall(r"^  ([a-z]+)  ", done.stdout.partition("Commands:")[2], re.MULTILINE)
-    assert listed == ["train", "simulate", "evaluate", "generate", "export", "recipes", "config"]
+    looking = ["status", "watch", "doctor", "replay", "join", "leave", "simulate"]
+    assert listed == ["train", "resume", *looking, "evaluate", "generate", "export", "recipes", "config"]
     times = []
     for _ in range(5):
         start = time.perf_counter()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from diloco_cli.config.compose import compose
-from diloco_cli.observe.events import read_jsonl
+from diloco_cli.observe.events import Tail, read_jsonl
 from diloco_cli.run.launcher import RunFailed, run_training
 
 # Small enough that a run is mostly protocol: 4 learners take some 200 steps a second together.
@@ -78,3 +82,81 @@ def processes_of(run: Path) -> list[int]:
 def assert_tokens_add_up(summary: dict[str, Any]) -> None:
     tokens = summary["tokens"]
     assert tokens["processed"] == sum(tokens[k] for k in ("merged", "late", "refused", "lost", "pending")), tokens
+
+
+def when(
+    path: Path, condition: Callable[[dict[str, Any]], bool], act: Callable[[], object], timeout_s: float = 60.0
+) -> threading.Thread:
+    """A thread that follows the event tape and acts once, when `condition(record)` holds."""
+
+    def follow() -> None:
+        tail = Tail(path / "events.jsonl")
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            if any(condition(record) for record in tail.poll()):
+                act()
+                return
+            time.sleep(0.005)
+        raise AssertionError("the event did not come")
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    return thread
+
+
+def pid_of(path: Path, process: str) -> int:
+    """The pid of a process of a run, of its newest start."""
+    return int((path / "alive" / process).read_text())
+
+
+class Script:
+    """What a test does to a run while it runs, in a thread of its own; the run is stopped at its end.
+
+    The body gets this object; `wait` blocks until the event tape has a record for which the condition holds, from where
+    the last wait ended.
+    """
+
+    def __init__(self, path: Path, body: Callable[[Script], object], timeout_s: float = 60.0) -> None:
+        self.path = path
+        self._tail = Tail(path / "events.jsonl")
+        self._records: list[dict[str, Any]] = []
+        self._deadline_s = time.monotonic() + timeout_s
+        self._failed: BaseException | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
+        self._thread.start()
+
+    def wait(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        while not self._over.is_set():
+            while self._records:
+                record = self._records.pop(0)
+                if condition(record):
+                    return record
+            assert time.monotonic() < self._deadline_s, "the event did not come"
+            self._records += self._tail.poll()
+            time.sleep(0.005)
+        raise AssertionError("the run ended before the event came")
+
+    def wait_for_merge_of(self, island: str) -> dict[str, Any]:
+        return self.wait(lambda e: e["event"] == "merge" and island in e["learners"])
+
+    def wait_for_return_of(self, island: str) -> None:
+        """Until it has joined again, and something of it was merged since."""
+        self.wait(lambda e: e["event"] == "join" and e["learner"] == island)
+        self.wait_for_merge_of(island)
+
+    def check(self) -> None:
+        """Raise what failed in the thread. The run has ended."""
+        self._over.set()
+        self._thread.join()
+        if self._failed is not None:
+            raise self._failed
+
+    def _run(self, body: Callable[[Script], object]) -> None:
+        try:
+            body(self)
+        except BaseException as failed:
+            self._failed = failed
+        if not self._over.is_set():
+            # run_training() runs in this process's main thread, and has its handler there.
+            os.kill(os.getpid(), signal.SIGINT)

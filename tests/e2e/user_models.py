@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import torch
 from torch import Tensor, nn
@@ -44,4 +45,11 @@ def broken_at_the_island() -> nn.Module:
     """Builds at the syncer, and only there: the learners' processes have RANK."""
     if "RANK" in os.environ:
         raise RuntimeError("this model needs a left-handed optimizer")
+    return Tiny(256)
+
+
+def killed_at_each_start() -> nn.Module:
+    """A process that dies by itself, without a word, in the islands whose environment says so."""
+    if os.environ.get("DIES"):
+        os.kill(os.getpid(), signal.SIGKILL)
     return Tiny(256)

@@ -102,6 +102,11 @@ class SyncerRun:
         os.close(self._control)
         assert not self._thread.is_alive()
 
+    def has_exited(self, name: str) -> None:
+        """Say of an island, as the launcher does, that its process is over for good."""
+        said = {"event": "exited", "island": name, "reason": "over", "returns": False}
+        os.write(self._control, json.dumps(said).encode() + b"\n")
+
     def seen(self, event: str, since: int = 0, **fields: object) -> list[dict[str, Any]]:
         """Events so far, from the since-th on, that have these fields."""
         self.events += self._tail.poll()

@@ -47,6 +47,7 @@ def shared(tmp_path_factory) -> Iterator[SyncerRun]:
     for name in ("island-2", "island-3"):  # the run starts when all have been there
         with Client(run, name) as client:
             client.join()
+        run.has_exited(name)
     run.goes_on_merging()
     yield run
     run.close()
