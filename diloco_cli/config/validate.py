@@ -43,6 +43,7 @@ _RANGES: dict[str, str] = {
     "inner.weight_decay": "[0, oo)",
     "inner.clip_norm": "[0, oo)",
     "inner.warmup_steps": "[0, oo)",
+    "inner.rejoin_warmup_steps": "[0, oo)",
     "inner.min_lr_ratio": "[0, 1]",
     "outer.lr": "(0, oo)",
     "outer.momentum": "[0, 1)",
@@ -57,6 +58,9 @@ _RANGES: dict[str, str] = {
     "run.finish_tolerance": "[0, 1)",
     "run.eval_every_steps": "[0, oo)",
     "run.eval_sequences": "[1, oo)",
+    "run.snapshot_keep": "[1, oo)",
+    "launcher.max_restarts": "[0, oo)",
+    "islands.joined": "[0, oo)",
 }
 _LLAMA_RANGES: dict[str, str] = {
     "model.dim": "[1, oo)",
@@ -460,6 +464,8 @@ def _times(cfg: Config) -> Iterator[ConfigError]:
         "network.connect_timeout": lambda: cfg.network.connect_timeout_s,
         "sync.heartbeat_interval": lambda: cfg.sync.heartbeat_interval_s,
         "sync.heartbeat_timeout": lambda: cfg.sync.heartbeat_timeout_s,
+        "sync.quorum_timeout": lambda: cfg.sync.quorum_timeout_s,
+        "launcher.restart_backoff": lambda: cfg.launcher.restart_backoff_s,
         "launcher.start_timeout": lambda: cfg.launcher.start_timeout_s,
         "launcher.stop_timeout": lambda: cfg.launcher.stop_timeout_s,
         "logging.interval": lambda: cfg.logging.interval_s,
@@ -490,6 +496,14 @@ def _run(cfg: Config) -> Iterator[ConfigError]:
             cfg.target_steps()
         except ConfigError as error:
             yield _located(error)
+    if run.snapshot_every is not None:
+        try:
+            every = run.snapshot_every_s if run.snapshot_every_steps is None else float(run.snapshot_every_steps)
+        except ConfigError as error:
+            yield _located(error)
+        else:
+            if not every:
+                yield _error("run.snapshot_every", f"{run.snapshot_every} is out of range; it must be above zero")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}", run.name):
         yield _error("run.name", f"{run.name!r} cannot begin a folder name; use letters, digits and _.+-")
     if not run.dir:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from diloco_cli.config.schema import Config, load_config
 from diloco_cli.core.fragments import Layout
@@ -89,7 +89,7 @@ def _run(run: RunDir, name: str) -> None:
 
             saved = _saved_state(run, name, island.rank)
             if saved is not None:
-                trainer.load_state_dict(saved["trainer"])
+                _load(trainer, saved)
             Follower(run, cfg, name, island, trainer, layout).follow()
     finally:
         island.close()
@@ -128,7 +128,7 @@ def _lead(run: RunDir, cfg: Config, name: str, index: int, island: Island, train
 
     saved = _saved_state(run, name, 0)
     if saved is not None:
-        trainer.load_state_dict(saved["trainer"])
+        _load(trainer, saved)
     leader_state = saved["leader"] if saved is not None else None
     link = SyncerLink(
         cfg,
@@ -168,6 +168,21 @@ def _lead(run: RunDir, cfg: Config, name: str, index: int, island: Island, train
         log.info("%s: stops after step %d: %s", name, leader.core.step, reason)
     finally:
         link.close(reason)
+
+
+def _load(trainer: Trainer, saved: dict[str, Any]) -> None:
+    """Go on from a snapshot's state, in a run that may have another number of islands now.
+
+    The text is then dealt out anew; the island goes to the place that corresponds to its old one.
+    """
+    state = dict(saved["trainer"])
+    now = cast(Any, trainer.cursor).state_dict()
+    before, count = state["cursor"]["num_learners"], now["num_learners"]
+    if before != count:
+        batch = trainer.island.cfg.batch
+        position = state["cursor"]["position"] * before // count
+        state["cursor"] = {**state["cursor"], "num_learners": count, "position": position - position % batch}
+    trainer.load_state_dict(state)
 
 
 def _saved_state(run: RunDir, name: str, rank: int) -> dict[str, Any] | None:
@@ -241,7 +256,8 @@ def _optimizer_source(run: RunDir, cfg: Config, name: str, step: int) -> tuple[i
     except snapshots.SnapshotDamaged:
         pass
     folder, _problems = snapshots.newest_good(run.checkpoints)
-    if folder is not None and snapshots.step_of(folder) >= oldest:
+    usable = folder is not None and folder == snapshots.folder_of(run.checkpoints, snapshots.step_of(folder))
+    if folder is not None and usable and snapshots.step_of(folder) >= oldest:
         names = cfg.island_names()
         shape = (ranks, cfg.island(name).parallel)
         alike = [n for n in names if (cfg.island(n).nproc_per_node, cfg.island(n).parallel) == shape]

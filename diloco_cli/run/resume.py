@@ -153,7 +153,8 @@ def prepare(run: RunDir, cfg: Config, start: Start, overrides: list[str], change
     """
     try:
         if start.source != "syncer":
-            _take_from(run, run.checkpoints / start.source)
+            snapshots.set_aside(run.checkpoints, start.step)
+            _take_from(run, snapshots.put_back(run.checkpoints / start.source))
         _mark(run, start.source)
         if changed:
             _keep_old(run.config)

@@ -26,10 +26,11 @@ from typing import Any
 from torch import Tensor
 
 from diloco_cli.errors import DilocoError
-from diloco_cli.run.rundir import write_json, write_text
+from diloco_cli.run.rundir import write_text
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+_OLD = ".old"
 _READ_BYTES = 1 << 20
 
 
@@ -63,12 +64,15 @@ def write_state(stem: Path, state: Mapping[str, Any]) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     path = stem.with_name(stem.name + ".safetensors")
     temporary = path.with_name(path.name + ".tmp")
+    data = save(tensors)
+    text = json.dumps({"crc32": f"{zlib.crc32(data):08x}", "state": skeleton}, allow_nan=False)
     try:
-        temporary.write_bytes(save(tensors))
+        temporary.write_bytes(data)
         os.replace(temporary, path)
-        write_text(stem.with_name(stem.name + ".json"), json.dumps(skeleton, allow_nan=False))
+        write_text(stem.with_name(stem.name + ".json"), text)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        for left in (temporary, stem.with_name(stem.name + ".json.tmp")):
+            left.unlink(missing_ok=True)
         raise
 
 
@@ -83,9 +87,11 @@ def read_state(stem: Path) -> dict[str, Any]:
 
     path = stem.with_name(stem.name + ".safetensors")
     try:
-        tensors = load(path.read_bytes())
-        skeleton = json.loads(stem.with_name(stem.name + ".json").read_text(encoding="utf-8"))
-        state = _unpack(skeleton, tensors)
+        data = path.read_bytes()
+        said = json.loads(stem.with_name(stem.name + ".json").read_text(encoding="utf-8"))
+        if said["crc32"] != f"{zlib.crc32(data):08x}":
+            raise ValueError("its checksum is another one")
+        state = _unpack(said["state"], load(data))
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, SafetensorError) as e:
         raise SnapshotDamaged("a saved state cannot be read", where=str(path), why=str(e).partition("\n")[0]) from e
     assert isinstance(state, dict)
@@ -133,16 +139,38 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 def step_of(folder: Path) -> int:
     """The step in a snapshot folder's name; -1 if it is none."""
-    number = folder.name.removeprefix("step-")
+    number = folder.name.removeprefix("step-").removesuffix(_OLD)
     return int(number) if folder.name.startswith("step-") and number.isdigit() else -1
 
 
 def begin(checkpoints: Path, step: int) -> Path:
-    """An empty folder for a snapshot; whatever was there under this step is removed."""
+    """An empty folder for a snapshot. One of the same step that is finished is set aside until this one is, too."""
     folder = folder_of(checkpoints, step)
+    if (folder / MANIFEST).exists():
+        aside = folder.with_name(folder.name + _OLD)
+        _remove(aside)
+        os.replace(folder, aside)
     _remove(folder)
     folder.mkdir(parents=True)
     return folder
+
+
+def put_back(folder: Path) -> Path:
+    """Give a snapshot that was set aside its own name again: what was to take its place was never finished."""
+    own = folder_of(folder.parent, step_of(folder))
+    if folder != own:
+        _remove(own)
+        os.replace(folder, own)
+    return own
+
+
+def set_aside(checkpoints: Path, after_step: int) -> None:
+    """Snapshots of later steps are of a past that a resumed run does not have: they do not count any more."""
+    for folder in _all(checkpoints):
+        if step_of(folder) > after_step:
+            aside = folder.with_name(f"damaged-{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(folder, aside)
 
 
 def finish(folder: Path, meta: Mapping[str, Any]) -> int:
@@ -157,8 +185,17 @@ def finish(folder: Path, meta: Mapping[str, Any]) -> int:
             os.fsync(file.fileno())
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "crc32": _crc32(path)}
     body = {**meta, "files": files}
-    write_json(folder / MANIFEST, {"schema_version": SCHEMA_VERSION, **body, "crc32": _crc_of(body)})
-    for path in (folder / MANIFEST, *(p for p in folder.rglob("*") if p.is_dir()), folder, folder.parent):
+    for path in (p for p in folder.rglob("*") if p.is_dir()):
+        _sync(path)
+    manifest, temporary = folder / MANIFEST, folder / (MANIFEST + ".tmp")
+    try:
+        temporary.write_text(_manifest_text({"schema_version": SCHEMA_VERSION, **body, "crc32": _crc_of(body)}))
+        _sync(temporary)
+        os.replace(temporary, manifest)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    for path in (folder, folder.parent):
         _sync(path)
     return sum(int(f["bytes"]) for f in files.values())
 
@@ -171,7 +208,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        manifest = json.loads(text)
     except FileNotFoundError:
         raise SnapshotDamaged("the snapshot has no manifest: it was not finished", where=str(folder)) from None
     except (OSError, ValueError) as error:
@@ -179,7 +217,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("schema_version") != SCHEMA_VERSION:
         raise SnapshotDamaged("the manifest is of another version", where=str(path))
     body = {key: value for key, value in manifest.items() if key not in ("schema_version", "crc32")}
-    if _crc_of(body) != manifest.get("crc32"):
+    if _crc_of(body) != manifest.get("crc32") or _manifest_text(manifest) != text:
         raise SnapshotDamaged("the manifest has changed", where=str(path), why="its checksum is another one")
     return manifest
 
@@ -215,19 +253,20 @@ def newest_good(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
 
 def retain(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep` finished snapshots, and unfinished ones older than the newest of them."""
-    finished = [f for f in _all(checkpoints) if (f / MANIFEST).exists()]
-    kept = finished[-keep:]
-    for folder in _all(checkpoints):
-        unfinished = folder not in finished and bool(kept) and step_of(folder) < step_of(kept[-1])
-        if unfinished or (folder in finished and folder not in kept):
+    """Remove what is older than the newest `keep` whole snapshots. Damaged and unfinished ones count for nothing."""
+    kept = 0
+    for folder in reversed(_all(checkpoints)):
+        if kept >= keep:
             _remove(folder)
+        elif not verify(folder):
+            kept += 1
 
 
 def _all(checkpoints: Path) -> list[Path]:
     if not checkpoints.is_dir():
         return []
-    return sorted((f for f in checkpoints.iterdir() if f.is_dir() and step_of(f) >= 0), key=step_of)
+    found = [f for f in checkpoints.iterdir() if f.is_dir() and step_of(f) >= 0]
+    return sorted(found, key=lambda f: (step_of(f), not f.name.endswith(_OLD)))
 
 
 def _remove(folder: Path) -> None:
@@ -242,6 +281,11 @@ def _crc32(path: Path) -> str:
         while data := file.read(_READ_BYTES):
             crc = zlib.crc32(data, crc)
     return f"{crc:08x}"
+
+
+def _manifest_text(manifest: Mapping[str, Any]) -> str:
+    """The one way in which a manifest is written, so that any other text is a damaged one."""
+    return json.dumps(manifest, indent=1, allow_nan=False) + "\n"
 
 
 def _crc_of(body: Mapping[str, Any]) -> str:

@@ -16,8 +16,10 @@ import pytest
 from e2e_runs import SMALL, assert_tokens_add_up, pid_of, processes_of
 from safetensors.torch import load_file
 
+from diloco_cli.config.compose import compose
+from diloco_cli.errors import ConfigError
 from diloco_cli.observe.events import Tail, read_jsonl
-from diloco_cli.run import snapshots
+from diloco_cli.run import resume, snapshots
 
 DILOCO = Path(sys.executable).with_name("diloco")
 
@@ -87,13 +89,7 @@ def test_a_run_that_was_stopped_twice_and_resumed_has_the_bits_of_one_that_never
 def test_settings_that_may_change_do_and_the_others_are_refused_with_the_reason(tmp_path):
     path = tmp_path / "run"
     stop_after(path, train(path, "islands.count=2", "run.steps=100000"), 9)
-    for override, why in (
-        ("model.dim=64", "another model"),
-        ("data.seq_len=16", "belong to the data"),
-        ("sync.fragments=2", "saved layout"),
-        ("run.seed=3", "order of the data"),
-        ("network=thin", "not a whole group"),
-    ):
+    for override, why in (("model.dim=64", "another model"), ("network=thin", "not a whole group")):
         refused = diloco("resume", path, override)
         _, stderr = refused.communicate(timeout=60)
         assert refused.returncode == 2
@@ -107,6 +103,9 @@ def test_settings_that_may_change_do_and_the_others_are_refused_with_the_reason(
     assert "changed: islands.count: 2 -> 3" in stderr
     assert "changed: network.bandwidth: 3gbps -> 50mbps" in stderr
     assert set(summary["steps"]) == {"island-0", "island-1", "island-2"}
+    tape = read_jsonl(path / "events.jsonl")
+    assert not [e for e in tape if e["event"] in ("error", "given_up")]
+    assert {e["learner"] for e in tape if e["event"] == "return"} == {"island-0", "island-1"}
     assert summary["merges"] > before["merges"]
     assert_tokens_add_up(summary)
     assert (path / "config-1.yaml").exists()
@@ -114,6 +113,36 @@ def test_settings_that_may_change_do_and_the_others_are_refused_with_the_reason(
     times = [e["time"] for e in read_jsonl(path / "events.jsonl")]
     assert times.index(resumed["time"]) > 9
     assert resumed["time"] >= max(times[: times.index(resumed["time"])]) - 0.5, "the clock goes on"
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("data.seq_len=16", "belong to the data"),
+        ("data.tokenizer=other.json", "belong to the data"),
+        ("sync.fragments=2", "saved layout"),
+        ("sync.strategy=strided", "saved layout"),
+        ("run.seed=3", "order of the data"),
+        ("inner.optimizer=muon", "another kind"),
+        ("algorithm=streaming", "middle of what"),
+        ("islands.count=3", ""),
+        ("network.bandwidth=1gbps", ""),
+        ("sync.quorum=2", ""),
+        ("run.steps=7", ""),
+        ("+islands.named.island-1.speed=0.5", ""),
+    ],
+)
+def test_what_may_change_when_a_run_goes_on(tmp_path, monkeypatch, override, why):
+    monkeypatch.chdir(tmp_path)
+    Path("other.json").write_text("{}")
+    found = resume.changes(compose(SMALL, None), compose([*SMALL, override], None))
+    assert found
+    if not why:
+        resume.check_changes(found)
+        return
+    with pytest.raises(ConfigError) as caught:
+        resume.check_changes(found)
+    assert why in caught.value.why
 
 
 def test_a_completed_run_says_so_and_goes_on_with_more_steps(tmp_path):
