@@ -268,8 +268,22 @@ def _fork(target: Any, run: RunDir, name: str, env: dict[str, str], *more: objec
 
 def _begin_forked(run: RunDir, name: str, env: dict[str, str]) -> None:
     process.die_with_parent(os.getppid())
+    _let_the_forkserver_end()
     process.redirect_output(run.log(name))
     os.environ.update(env)
+
+
+def _let_the_forkserver_end() -> None:
+    """Give up our end of the pipe by which the forkserver knows that somebody still needs it.
+
+    Otherwise its own children would keep it, and so themselves, alive when the launcher is killed.
+    """
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
 
 
 def _forked_rank(path: Path, name: str, env: dict[str, str]) -> None:

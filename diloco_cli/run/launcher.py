@@ -128,6 +128,10 @@ class Launcher:
         self._step = 0
         self._finished = False
         self._result: dict[str, Any] = {}
+        if start is not None:
+            # What is on the tape so far is of the run's past: for the screen, not for us.
+            for record in [*self._events.poll(), *self._metrics.poll()]:
+                self._view.apply(record)
         self._syncer_end: End | None = None
         self._island_errors: dict[str, DilocoError] = {}
 
@@ -364,7 +368,7 @@ class Launcher:
     def _on_event(self, record: dict[str, Any]) -> None:
         """What the syncer says of others, and of itself."""
         match record.get("event"):
-            case "join":
+            case "join" | "return":
                 for group in self._of_this_start([record.get("learner")], record):
                     group.joined = True
                     group.policy.proved()

@@ -7,6 +7,7 @@ Called by: train.data.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -55,6 +56,9 @@ def resolve_kind(kind: DataKind, path: str | None) -> DataKind:
     if suffixes == {".bin"}:
         return DataKind.tokens
     return DataKind.jsonl if suffixes and suffixes <= set(JSONL_SUFFIXES) else DataKind.text
+
+
+_READ_BYTES = 1 << 20
 
 
 class Reader:
@@ -142,8 +146,8 @@ class Reader:
     def _decode(self, content: bytes, path: str) -> str:
         try:
             return content.decode("utf-8")
-        except UnicodeDecodeError:
-            self.not_utf8.append(path)
+        except UnicodeDecodeError as error:
+            self.not_utf8.append(f"{path} (byte {error.start})")
             return content.decode("utf-8", errors="replace")
 
     def _json_lines(self, name: str, file: Path) -> Iterator[tuple[str, str, str]]:
@@ -155,7 +159,7 @@ class Reader:
                         yield f"{name}:{number}", f"{file}:{number}", _text_of_line(line, key, file, number, offset)
                     offset += len(line)
         except OSError as error:
-            raise ConfigError(f"cannot read {file}", where="data.path", why=str(error)) from None
+            raise ConfigError(f"cannot read {file} at byte {offset}", where="data.path", why=str(error)) from None
 
     def _huggingface_rows(self, root: Path, key: str) -> Iterator[tuple[str, str, str]]:
         try:
@@ -216,6 +220,9 @@ def list_files(
         return [(root.name, root)]
     try:
         found = [p for p in root.glob(pattern) if p.is_file()]
+    except OSError as error:
+        where = error.filename or root
+        raise ConfigError(f"cannot read the folder {where}", where=key, why=error.strerror or str(error)) from None
     except (ValueError, NotImplementedError, IndexError) as error:
         raise ConfigError(f"{pattern!r} is no file pattern", where="data.pattern", why=str(error)) from None
     if pattern == ANY_FILE and suffixes:
@@ -231,11 +238,15 @@ def list_files(
 
 
 def _read_bytes(file: Path, key: str) -> bytes:
+    content = bytearray()
     try:
         with open(file, "rb") as handle:
-            return handle.read()
+            while piece := handle.read(_READ_BYTES):
+                content += piece
     except OSError as error:
-        raise ConfigError(f"cannot read {file}", where=key, why=str(error)) from None
+        at = f" at byte {len(content)}" if content or error.errno == errno.EIO else ""
+        raise ConfigError(f"cannot read {file}{at}", where=key, why=error.strerror or str(error)) from None
+    return bytes(content)
 
 
 def _text_of_line(line: bytes, key: str, file: Path, number: int, offset: int) -> str:

@@ -408,6 +408,28 @@ def test_large_token_files_are_checked_as_they_are_read(tmp_path, monkeypatch):
         corpus.train.windows([24], 8)
 
 
+def test_a_token_file_that_gets_shorter_is_named_and_kills_nobody(tmp_path):
+    """A map of a file that was truncated is a SIGBUS: the process would be gone without a word."""
+    file = tmp_path / "a.bin"
+    np.arange(300, dtype=np.uint16).tofile(file)
+    corpus = build_corpus(text_config(file), vocab_size=300)
+    corpus.train.windows([20], 8)
+    os.truncate(file, 100)
+    corpus.train.windows([0], 8)
+    with pytest.raises(ConfigError, match=r"a\.bin: the file ends at byte 100, and is read up to byte 338"):
+        corpus.train.windows([20], 8)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"cannot read .*a\.bin"):
+        corpus.train.windows([0], 8)
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_place():
+    # Reading the memory of a process at address 0 is an I/O error, for root too.
+    with pytest.raises(ConfigError, match=r"cannot read /proc/self/mem at byte 0") as caught:
+        build_corpus(text_config(Path("/proc/self/mem")))
+    assert "Input/output error" in caught.value.why
+
+
 def test_hugging_face_data_set(tmp_path):
     datasets = pytest.importorskip(
         "datasets", reason="NOT TESTED: Hugging Face data sets (package datasets is missing)"

@@ -1,4 +1,4 @@
-"""Snapshots on disk: states come back bit for bit, damage of any kind is found and named, a full disk leaves nothing."""
+"""Snapshots on disk: states come back bit for bit, any damage is found and named, a full disk leaves nothing."""
 
 from __future__ import annotations
 
