@@ -69,6 +69,7 @@ def _dump_learner(state: LearnerState) -> dict[str, Any]:
         "step_time_s": state.step_time.value,
         "busy_s": state.busy_s,
         "bad_in_a_row": state.bad_in_a_row,
+        "bad_of_fragment": {str(f): n for f, n in state.bad_of_fragment.items()},
     }
 
 
@@ -185,6 +186,7 @@ def _load_learner(saved: Mapping[str, Any], last_seen_s: float) -> LearnerState:
         step=saved["step"],
         busy_s=saved["busy_s"],
         bad_in_a_row=saved["bad_in_a_row"],
+        bad_of_fragment={int(f): n for f, n in saved["bad_of_fragment"].items()},
     )
     state.step_time.value = saved["step_time_s"]
     return state

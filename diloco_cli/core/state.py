@@ -79,6 +79,25 @@ class LearnerState:
     step_time: Average = field(default_factory=Average)
     busy_s: float = 0.0
     bad_in_a_row: int = 0
+    """Contributions, whatever their fragment."""
+    bad_of_fragment: dict[int, int] = field(default_factory=dict)
+    """In a row, of one fragment: a single tensor that is NaN is hidden by good contributions of others."""
+
+    def count_bad(self, fragment: int) -> int:
+        """One more bad contribution; the longest row of them now."""
+        self.bad_in_a_row += 1
+        self.bad_of_fragment[fragment] = self.bad_of_fragment.get(fragment, 0) + 1
+        return self.longest_bad_row
+
+    @property
+    def longest_bad_row(self) -> int:
+        """Bad contributions in a row, of all fragments or of one."""
+        return max(self.bad_in_a_row, *self.bad_of_fragment.values(), 0)
+
+    def count_good(self, fragment: int) -> None:
+        """A good one ends the rows that it belongs to."""
+        self.bad_in_a_row = 0
+        self.bad_of_fragment.pop(fragment, None)
 
     def take_in_hand(self, c: Contribution, newest: int) -> Entry:
         """Book a contribution's tokens as being in hand; `newest` is its fragment's newest version."""

@@ -389,7 +389,7 @@ class SyncerCore:
             self._busy_s_of_gone += state.busy_s * self.chips.get(learner, 1)
             if state.session:
                 tokens = self.ledger.processed_by(learner)
-                expelled = state.bad_in_a_row >= self.settings.max_bad_in_a_row
+                expelled = state.longest_bad_row >= self.settings.max_bad_in_a_row
                 self._closed[state.session] = Closed(tokens, state.step, state.step_time.value, expelled)
                 if len(self._closed) > MAX_CLOSED:
                     del self._closed[next(iter(self._closed))]
@@ -540,7 +540,7 @@ class SyncerCore:
         elif c.learner in current.entries:
             self._late(entry, keep=False)
         else:
-            state.bad_in_a_row = 0
+            state.count_good(c.fragment)
             self._record_contribution("contribution", c)
             # A contribution contains the earlier ones from the same base.
             same_base = range(c.base_version, c.base_version + 1)
@@ -620,7 +620,7 @@ class SyncerCore:
             self._out.append(DropPayload(handle=c.handle, reason=reason if state else "its learner is gone"))
             return
         state.last_seen_s = now_s
-        if bad and self._is_one_too_many(c.learner, state, reason):
+        if bad and self._is_one_too_many(c, state, reason):
             self._refuse_entry(state.take_in_hand(c, self.versions[c.fragment]), reason)
             self._expel(c.learner, state, reason, now_s)
             return
@@ -635,15 +635,15 @@ class SyncerCore:
             current.refused.add(c.learner)
             self._advance(c.fragment, now_s)
 
-    def _is_one_too_many(self, learner: str, state: LearnerState, reason: str) -> bool:
+    def _is_one_too_many(self, c: Contribution, state: LearnerState, reason: str) -> bool:
         """Count a bad contribution of a learner."""
-        state.bad_in_a_row += 1
-        self._record("unhealthy", learner=learner, reason=reason, in_a_row=state.bad_in_a_row)
-        return state.bad_in_a_row >= self.settings.max_bad_in_a_row
+        in_a_row = state.count_bad(c.fragment)
+        self._record("unhealthy", learner=c.learner, reason=reason, in_a_row=in_a_row)
+        return in_a_row >= self.settings.max_bad_in_a_row
 
     def _expel(self, learner: str, state: LearnerState, reason: str, now_s: float) -> None:
         """It takes part no more, until its process is another one."""
-        why = f"{state.bad_in_a_row} bad contributions in a row, the last one: {reason}"
+        why = f"{state.longest_bad_row} bad contributions in a row, the last one: {reason}"
         self._record("expelled", learner=learner, reason=why)
         self._out.append(Disconnect(learner=learner, reason=why))
         self._left([learner], why, now_s, returns=True)

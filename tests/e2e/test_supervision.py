@@ -224,3 +224,63 @@ def test_faults_of_the_syncer_and_of_links(run_small, tmp_path):
     assert [e["process"] for e in run.of("restart")] == ["syncer"]
     plan = json.loads((path / "failures.json").read_text())["faults"]
     assert [f["kind"] for f in plan] == ["slow", "disk-full", "crash", "partition", "degrade", "corrupt"]
+
+
+def test_a_full_disk_pauses_snapshots_and_says_so_but_not_training(run_small, tmp_path):
+    def body(script: Script) -> None:
+        script.wait(lambda e: e["event"] == "snapshot")
+        script.wait(lambda e: e["event"] == "fault")
+        script.wait(lambda e: e["event"] == "repaired")
+        script.wait(lambda e: e["event"] == "snapshot")
+
+    run = scripted(
+        run_small,
+        tmp_path / "run",
+        body,
+        "islands.count=2",
+        "run.snapshot_every=300ms",
+        "failures.events=[{at: step 100, kind: disk-full, syncer: true, duration: 1500ms}]",
+    )
+    (full,), (free,) = run.of("fault"), run.of("repaired")
+    failed = [e for e in run.of("snapshot_failed") if full["time"] < e["time"] < free["time"] + 1.0]
+    assert failed
+    assert all("File too large" in e["reason"] or "not on the disk" in e["reason"] for e in failed)
+    assert all("training goes on" in e["reason"] for e in failed)
+    # What could not be written meanwhile was written afterwards, in order: merges went on.
+    during = [e for e in run.of("merge") if full["time"] + 0.2 < e["time"] < free["time"]]
+    assert len(during) > 3
+    assert any("merges are not kept on the disk" in e["message"] for e in run.of("warning"))
+    for fragment in range(3):
+        versions = [e["version"] for e in run.of("merge") if e["fragment"] == fragment]
+        assert versions == list(range(1, len(versions) + 1))
+
+
+def test_the_third_bad_contribution_in_a_row_takes_an_island_out_until_it_is_restarted(
+    run_small, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(HERE)
+
+    def body(script: Script) -> None:
+        script.wait(lambda e: e["event"] == "expelled")
+        script.wait(lambda e: e["event"] == "join" and e["learner"] == "island-1")
+        script.wait_for_merge_of("island-0")
+
+    run = scripted(
+        run_small,
+        tmp_path / "run",
+        body,
+        "islands.count=2",
+        "model=custom",
+        "model.entry_point=user_models:poisoned",
+        "+islands.named.island-1.env={POISON: '1'}",
+    )
+    rows = [e["in_a_row"] for e in run.of("unhealthy") if e["learner"] == "island-1"]
+    assert rows[:3] == [1, 2, 3]
+    expelled = run.of("expelled")[0]
+    restart = next(e for e in run.of("restart") if e["process"] == "island-1")
+    assert restart["time"] >= expelled["time"]
+    assert "3 bad contributions in a row" in restart["reason"]
+    bad = {e["fragment"] for e in run.of("refused")}
+    assert bad
+    assert not [e for e in run.of("merge") if "island-1" in e["learners"] and e["fragment"] in bad]
+    assert run.summary["tokens"]["refused"] > 0
