@@ -277,3 +277,38 @@ def test_a_crash_by_step_stops_everybody_and_what_is_not_felt_does_not() -> None
     assert data_parallel(crash)["wall_time_s"] == pytest.approx(100 + RESTART_S + 3.0)
     unfelt = (fault("corrupt"), fault("disk-full", 30.5, duration_s=5.0))
     assert data_parallel(*unfelt)["wall_time_s"] == pytest.approx(100.0)
+
+
+# ---- the syncer --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["decoupled", "streaming", "diloco"])
+@pytest.mark.parametrize("kind", ["crash", "hang", "slow", "disk-full"])
+def test_a_fault_of_the_syncer_loses_no_step_and_no_version(algorithm: str, kind: str) -> None:
+    cfg = config("run.steps=120", "network.latency=10ms", f"algorithm={algorithm}", "sync.heartbeat_timeout=4s")
+    calm, _ = run(cfg)
+    sim, lines = run(cfg, Fault(kind=kind, target="syncer", at_s=30.3, duration_s=None, factor=0.5))
+    assert {m: s.steps for m, s in sim.learners.items()} == dict.fromkeys(sim.learners, 120)
+    assert sim.tally().tokens["processed"] == calm.tally().tokens["processed"]
+    for fragment in range(2):
+        versions = [line["version"] for line in lines if line["event"] == "merge" and line["fragment"] == fragment]
+        assert versions == list(range(1, len(versions) + 1))
+    returned = [line["learner"] for line in lines if line["event"] == "return"]
+    if kind in ("crash", "hang"):
+        assert sorted(set(returned)) == sorted(sim.learners)
+        merges = [line["time"] for line in lines if line["event"] == "merge"]
+        # Nothing is merged while it is away: 5 s, after 4 s of silence if it hung.
+        away_s = RESTART_S + (4.0 if kind == "hang" else 0.0)
+        assert not [t for t in merges if 30.4 < t < 30.3 + away_s]
+        assert [t for t in merges if t > 30.3 + away_s]
+    else:
+        assert returned == []
+    assert results.figures(dict.fromkeys(sim.learners, 1), sim.tally())["uptime"] == pytest.approx(1.0)
+
+
+def test_learners_of_a_decoupled_run_do_not_wait_for_a_syncer_that_is_away() -> None:
+    cfg = config("run.steps=120", "network.latency=10ms")
+    calm, _ = run(cfg)
+    sim, _ = run(cfg, Fault(kind="crash", target="syncer", at_s=30.3, duration_s=20.0))
+    assert sim.tally().time_s == pytest.approx(calm.tally().time_s, abs=1.5)
+    assert all(s.wait_s < 1.5 for s in sim.learners.values())
