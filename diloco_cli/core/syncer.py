@@ -465,6 +465,11 @@ class SyncerCore:
         state = self.learners[learner]
         return state.versions[fragment] > state.merged_base[fragment]
 
+    def has_merged(self, learner: str, fragment: int, base: int) -> bool:
+        """Whether a merge took what this learner sends from that base; in lock-step it may send it once more."""
+        state = self.learners.get(learner)
+        return state is not None and self._has_fragment(fragment) and base <= state.merged_base[fragment]
+
     def _open_due(self, now_s: float) -> None:
         """Open the rounds that are due, the longest due first, as far as there are slots."""
         if self.phase == FINAL:

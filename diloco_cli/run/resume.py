@@ -23,10 +23,10 @@ from typing import Any
 from diloco_cli.config.schema import Config, dump_config
 from diloco_cli.errors import ConfigError, DilocoError, EnvironmentNotReady
 from diloco_cli.observe.events import read_jsonl
-from diloco_cli.run import snapshots
+from diloco_cli.run import durable, snapshots
+from diloco_cli.run.durable import CORE
 from diloco_cli.run.rundir import RunDir, is_alive
 
-CORE = "core.json"
 # What a run is made of: with another value it would be another run. The reasons are for the user.
 _FIXED = {
     "model": "the saved parameters are those of another model",
@@ -154,7 +154,7 @@ def prepare(run: RunDir, cfg: Config, start: Start, overrides: list[str], change
     try:
         if start.source != "syncer":
             snapshots.set_aside(run.checkpoints, start.step)
-            _take_from(run, snapshots.put_back(run.checkpoints / start.source))
+            durable.adopt(run.durable, snapshots.put_back(run.checkpoints / start.source))
         _mark(run, start.source)
         if changed:
             _keep_old(run.config)
@@ -165,15 +165,6 @@ def prepare(run: RunDir, cfg: Config, start: Start, overrides: list[str], change
         raise EnvironmentNotReady(
             "the run folder cannot be written", where=str(run.path), why=error.strerror or str(error)
         ) from error
-
-
-def _take_from(run: RunDir, folder: Path) -> None:
-    """The syncer's part of a snapshot becomes what the syncer goes on from. Its files are never written to again."""
-    shutil.rmtree(run.durable, ignore_errors=True)
-    run.durable.mkdir()
-    for path in (folder / "syncer").iterdir():
-        os.link(path, run.durable / path.name)
-    shutil.copy(folder / CORE, run.durable / CORE)
 
 
 def _mark(run: RunDir, source: str) -> None:

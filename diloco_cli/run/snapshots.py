@@ -9,7 +9,8 @@
 Theory: files are written under temporary names and renamed, the manifest last, after everything is on the disk. A
 folder without a manifest, or with a file that is not as it says, is torn: it is named, and passed over for the
 one before. Nothing here is ever unpickled or evaluated.
-Owns: these files. Must not: know what a state means. Called by: run.durable, run.ranks, run.learner_main, cli.
+Owns: these files. Must not: know what a state means. Called by: run.syncer_main, run.ranks, run.learner_main,
+run.resume, run.record.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ from diloco_cli.core.types import (
 from diloco_cli.observe.events import JsonlWriter, read_jsonl
 from diloco_cli.run import process, record, snapshots
 from diloco_cli.run.credentials import load
-from diloco_cli.run.durable import Durable
+from diloco_cli.run.durable import CORE, Durable
 from diloco_cli.run.global_model import GlobalModel, PayloadStore
 from diloco_cli.run.links import LinkFault, make_shaper
 from diloco_cli.run.listener import Listener
@@ -235,7 +235,7 @@ class Syncer:
             return self.core.start(now_s)
         resumed = saved.get("resumed_from")
         settings = self.core.settings
-        self.durable.load(saved["core"]["versions"], self.model)
+        self.durable.load(saved, self.model)
         self._merged_version = list(saved["core"]["versions"])
         # Learners of a killed syncer are there; those of a run that is resumed have to be started.
         self.core, effects = recovery.load(
@@ -446,13 +446,15 @@ class Syncer:
             self.record("warning", {"message": f"merges are not kept on the disk: {self.durable.failed}; {lost}"})
 
     def _take_snapshot(self, step: int) -> None:
-        """Cut here: our part at once, as links; every learner's at its next step boundary, in its own time."""
+        """Cut here. Our part is on the disk already, and copied in the background; every learner saves its own at its
+        next step boundary."""
         if self._snapshot is not None:
             self.record("snapshot_failed", {"step": step, "reason": "the one before is still being written"})
             return
         try:
+            saved = self._saved()
             folder = snapshots.begin(self.run.checkpoints, step)
-            self.durable.cut(folder, self._saved())
+            pinned = self.durable.pin(saved["core"]["versions"])
         except OSError as error:
             self._snapshot_failed(step, error)
             return
@@ -461,13 +463,15 @@ class Syncer:
         for name in islands:
             self.peers.tell(name, SnapshotMsg(step=step))
         ranks = {name: self.cfg.island(name).nproc_per_node for name in islands}
-        self._snapshot = _SnapshotUnderWay(folder, step, ranks)
+        self._snapshot = _SnapshotUnderWay(folder, step, ranks, saved, pinned)
         threading.Thread(target=self._finish_snapshot, args=(self._snapshot,), name="snapshot", daemon=True).start()
 
     def _finish_snapshot(self, under_way: _SnapshotUnderWay) -> None:
         """Wait for the learners' parts, then make it count. In a thread of its own."""
         began_s = time.monotonic()
         try:
+            self.durable.copy(under_way.pinned, under_way.folder)
+            (under_way.folder / CORE).write_text(json.dumps(under_way.saved, allow_nan=False), encoding="ascii")
             islands = under_way.wait()
             meta = {
                 "step": under_way.step,
@@ -608,6 +612,8 @@ class Syncer:
         )
         # What starts from a version that is still to come is for the core to refuse.
         known = self.model.knows(message.fragment, message.base_version)
+        # What was merged already is merely late, whatever is known of its base.
+        known = known or self.core.has_merged(name, message.fragment, message.base_version)
         bad = bool(problem)
         if not problem and not known and message.base_version <= self.core.versions[message.fragment]:
             problem = f"it starts from version {message.base_version}, which is no longer known"
@@ -777,11 +783,16 @@ class Syncer:
 
 @dataclass
 class _SnapshotUnderWay:
-    """A snapshot that waits for the learners' parts: `ranks` of each island; `gone`: islands that left meanwhile."""
+    """A snapshot that waits for the learners' parts: `ranks` of each island; `gone`: islands that left meanwhile.
+
+    saved, pinned: the syncer's part, as of the cut.
+    """
 
     folder: Path
     step: int
     ranks: dict[str, int]
+    saved: dict[str, Any]
+    pinned: dict[tuple[int, int], int]
     gone: set[str] = field(default_factory=set)
 
     def wait(self) -> list[str]:

@@ -28,6 +28,8 @@ from diloco_cli.observe.events import Tail, read_jsonl
 DILOCO = Path(sys.executable).with_name("diloco")
 OPTIONS = [
     "islands.count=3",
+    # Most of a step is sleep, so that what is killed is there again soon, on two cores that other tests share.
+    "islands.each.speed=0.1",
     "+islands.named.island-2.nproc_per_node=2",
     "run.steps=10000000",
     "run.snapshot_every=5s",

@@ -245,7 +245,8 @@ def test_replay_confirms_every_merge_of_a_run_with_a_killed_syncer_and_finds_wha
     wrong = diloco("replay", path)
     _, stderr = wrong.communicate(timeout=60)
     assert wrong.returncode == 1
-    assert "fragment 1, version 3" in stderr
+    assert "f001/v00003.safetensors" in stderr
+    assert "its checksum is another one" in stderr
     damaged.write_bytes(right)
     tape = path / "events.jsonl"
     lines = tape.read_text().splitlines()
