@@ -479,7 +479,7 @@ def _times(cfg: Config) -> Iterator[ConfigError]:
         except ConfigError as error:
             yield _located(error)
             continue
-        if values[key] <= 0 and key != "run.finish_wait":
+        if values[key] <= 0 and key not in ("run.finish_wait", "sync.quorum_timeout", "launcher.restart_backoff"):
             yield _error(key, f"{_get(cfg, key)} is out of range; it must be above zero")
     for below, above in (
         ("sync.heartbeat_interval", "sync.heartbeat_timeout"),

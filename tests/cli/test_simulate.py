@@ -261,7 +261,6 @@ def test_reproduce_prints_paper_ours_and_difference(capsys: pytest.CaptureFixtur
         ("failures.events=[{at:5s,kind:meteor,island:island-0}]", "meteor"),
         ("failures.events=[{at:5s,kind:crash,island:island-9}]", "island-9"),
         ("failures.random.weather=bad", "weather"),
-        ("failures.events=[{at:5s,kind:crash,syncer:true}]", "cannot be simulated yet"),
         ("--nonsense", "--nonsense"),
     ],
 )

@@ -110,12 +110,15 @@ class KillPoints:
             time.sleep(0.01)
         assert self.command.stderr is not None
         self.command.stderr.close()
+        self._wait_for_no_process()
+        self.command = self._start("resume", str(self.path))
+        self._wait_for_merges(1)
+
+    def _wait_for_no_process(self) -> None:
         deadline_s = time.monotonic() + 20
         while left := processes_of(self.path):
             assert time.monotonic() < deadline_s, f"left running: {left}"
             time.sleep(0.02)
-        self.command = self._start("resume", str(self.path))
-        self._wait_for_merges(1)
 
     def _watch(self, seconds: float) -> None:
         deadline_s = time.monotonic() + seconds
@@ -143,7 +146,7 @@ class KillPoints:
 
     def check(self) -> None:
         """No process left, no installed version made again, tokens add up."""
-        assert processes_of(self.path) == []
+        self._wait_for_no_process()
         installed: set[tuple[int, int]] = set()
         merged: dict[int, int] = {}
         for e in read_jsonl(self.path / "events.jsonl"):

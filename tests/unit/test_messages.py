@@ -67,7 +67,7 @@ def test_round_trip(message):
 
 
 def test_numbers_are_unique_and_cover_all_messages():
-    assert len(MESSAGE_TYPES) == 14
+    assert len(MESSAGE_TYPES) == 17
     assert all(number == cls.TYPE for number, cls in MESSAGE_TYPES.items())
 
 
