@@ -46,7 +46,7 @@ def worker(run_path: str, name: str) -> None:
     island = Island(cfg.island(name))
     trainer, layout = _build(cfg, name, index, island)
     link = SyncerLink(cfg, name, layout, syncer_address(run), load(run.keys, name), index)
-    core = _join(cfg, layout, link, island)
+    core = _join(run, cfg, name, layout, link, island, trainer)
     windows: list[list[float]] = []
     store = TCPStore("127.0.0.1", int(os.environ[STORE_PORT]))
 

@@ -106,6 +106,12 @@ def worker(run_path: str, name: str) -> None:
         def step(self):
             return StepResult(1, 1.0, 1.0, 0.1, 1e-6, 0.0, 1e-6, 0.0, False, [])
 
+        def set_step(self, step):
+            self.step_index = step
+
+        def state_dict(self):
+            return {}
+
         def evaluate(self, _max_sequences):
             from diloco_cli.train.loop import Evaluation
 
@@ -127,8 +133,9 @@ def worker(run_path: str, name: str) -> None:
             return None
 
     link = SyncerLink(cfg, name, layout, syncer_address(run), load(run.keys, name), 0)
-    core = _join(cfg, layout, link, island)
-    leader = Timed(run, cfg, name, island, NoTrainer(), layout, link, core)
+    trainer = NoTrainer()
+    core = _join(run, cfg, name, layout, link, island, trainer)
+    leader = Timed(run, cfg, name, island, trainer, layout, link, core)
     reason = leader.lead()
     link.close(reason)
     print(json.dumps(Timed.times))
