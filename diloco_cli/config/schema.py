@@ -74,6 +74,7 @@ class WireType(StrEnum):
     int8 = "int8"
     int4 = "int4"
     e3m0 = "e3m0"
+    auto = "auto"
 
 
 class Algorithm(StrEnum):
@@ -152,6 +153,15 @@ class LauncherKind(StrEnum):
 
     torchrun = "torchrun"
     forkserver = "forkserver"
+    ssh = "ssh"
+    slurm = "slurm"
+
+
+class Tunnel(StrEnum):
+    """What carries an island's connections to the syncer."""
+
+    none = "none"
+    ssh = "ssh"
 
 
 @dataclass(frozen=True)
@@ -243,10 +253,12 @@ class DataConfig:
 class IslandConfig:
     """What the islands share (islands.each): one island is one torchrun group."""
 
+    launcher: LauncherKind | None = None
+    """How the island is started: torchrun, forkserver, ssh or slurm; null: as launcher.kind, or ssh if it has hosts."""
     hosts: list[str] = field(default_factory=list)
-    """Empty: this machine."""
+    """ssh: the island's machines, as you would type them after `ssh`; the first one leads. Empty: this machine."""
     nproc_per_node: int = 1
-    """Ranks in the island's torchrun group."""
+    """Ranks on each machine of the island's torchrun group."""
     device: Device = Device.auto
     """auto: cuda, else mps, else cpu."""
     parallel: Parallel = Parallel.ddp
@@ -261,12 +273,26 @@ class IslandConfig:
     """CPU threads per rank; null: this machine's cores shared out among its ranks."""
     env: dict[str, str] = field(default_factory=dict)
     """Extra environment variables for the island's processes."""
+    python: str = "python3"
+    """ssh, slurm: the Python with diloco in it on the island's machines, as a path or a name on their PATH."""
+    workdir: str = ".diloco"
+    """ssh, slurm: folder on the island's machines for a run's files; relative: to the home folder."""
+    port: int | None = None
+    """ssh: the port of sshd; null: as ~/.ssh/config says."""
+    ssh_args: list[str] = field(default_factory=list)
+    """ssh: more arguments for the ssh command ([-J, bastion])."""
+    tunnel: Tunnel = Tunnel.none
+    """none: the island dials the syncer; ssh: its connections go back through the ssh connection."""
+    slurm: dict[str, str] = field(default_factory=dict)
+    """slurm: settings of submitit's executor (partition, time, gpus_per_node, ...)."""
 
 
 @dataclass
 class IslandOverride:
     """What one named island has of its own (islands.named.<name>); null: as in islands.each."""
 
+    launcher: LauncherKind | None = None
+    """As islands.each.launcher."""
     hosts: list[str] | None = None
     """As islands.each.hosts."""
     nproc_per_node: int | None = None
@@ -285,6 +311,18 @@ class IslandOverride:
     """As islands.each.threads."""
     env: dict[str, str] | None = None
     """Added to islands.each.env."""
+    python: str | None = None
+    """As islands.each.python."""
+    workdir: str | None = None
+    """As islands.each.workdir."""
+    port: int | None = None
+    """As islands.each.port."""
+    ssh_args: list[str] | None = None
+    """As islands.each.ssh_args."""
+    tunnel: Tunnel | None = None
+    """As islands.each.tunnel."""
+    slurm: dict[str, str] | None = None
+    """As islands.each.slurm."""
 
 
 @dataclass
@@ -349,10 +387,14 @@ class NetworkConfig:
     """Element type of contributions on the wire."""
     wire_down: WireType = WireType.bfloat16
     """Element type of merged fragments on the wire."""
-    bind: str = "127.0.0.1"
-    """Address the syncer listens on."""
+    streams: int | None = None
+    """Connections that each island's fragments are striped over; null: from rate and round-trip time."""
+    bind: str | None = None
+    """Address the syncer listens on; null: this machine only, or all if an island elsewhere needs it."""
     port: int = 0
     """0: any free port."""
+    address: str | None = None
+    """What islands on other machines dial, host or host:port; null: this machine's address towards them."""
     connect_timeout: str = "30s"
     """How long a learner tries to reach the syncer at start."""
 
@@ -504,6 +546,8 @@ class SyncConfig:
     """A learner unheard of for this long counts in no quorum."""
     quorum_timeout: str = "2min"
     """With fewer learners than the quorum the run waits for them to come back, at most this long; then it ends."""
+    shards: int = 1
+    """Syncer processes that the fragments are spread over; one clock and one snapshot all the same."""
     record: bool = False
     """Keep every merged contribution in RUN/record/, so that `diloco replay` can repeat all merges."""
 
@@ -533,7 +577,7 @@ class LauncherConfig:
     """How processes are started and ended."""
 
     kind: LauncherKind = LauncherKind.torchrun
-    """torchrun, or forkserver (this machine only, starts in a tenth of a second; for tests)."""
+    """torchrun, forkserver (this machine only, starts in a tenth of a second; for tests), ssh or slurm."""
     start_timeout: str = "120s"
     """Longest time from launch until a learner has joined."""
     stop_timeout: str = "8s"
@@ -542,8 +586,17 @@ class LauncherConfig:
     """Starts of an island or syncer in a row that come to nothing, before it is given up; 0: none is restarted."""
     restart_backoff: str = "1s"
     """Wait before the second such start; doubles with each, up to 30s. The first one is at once."""
+    copy_wheel: bool = False
+    """ssh: where the island's diloco differs from ours, copy ours over as a wheel, into the island's workdir."""
+    ssh_timeout: str = "10s"
+    """Longest time for reaching an island's machine, and of silence on the connection until it counts as lost."""
     debug: bool = False
     """Debug messages in logs/, and tracebacks with errors."""
+
+    @property
+    def ssh_timeout_s(self) -> float:
+        """Seconds."""
+        return parse_duration_s(self.ssh_timeout, "launcher.ssh_timeout")
 
     @property
     def start_timeout_s(self) -> float:
@@ -675,6 +728,24 @@ class Config:
         own = {key: value for key, value in own.items() if value is not None}
         own["env"] = {**self.islands.each.env, **own.get("env", {})}
         return dataclasses.replace(self.islands.each, **own)
+
+    def launcher_of(self, name: str) -> LauncherKind:
+        """How island `name` is started."""
+        island = self.island(name)
+        return island.launcher or (LauncherKind.ssh if island.hosts else self.launcher.kind)
+
+    def num_ranks(self, name: str) -> int:
+        """Ranks of island `name` over all its machines."""
+        island = self.island(name)
+        return island.nproc_per_node * max(1, len(island.hosts))
+
+    def bind_address(self) -> str:
+        """Where the syncer listens: no further than an island needs."""
+        if self.network.bind is not None:
+            return self.network.bind
+        elsewhere = (LauncherKind.ssh, LauncherKind.slurm)
+        islands = [self.island(name) for name in self.island_names() if self.launcher_of(name) in elsewhere]
+        return "0.0.0.0" if any(island.tunnel is Tunnel.none for island in islands) else "127.0.0.1"
 
     def link(self, name: str) -> Link:
         """The link of island `name`: network, then its direction, then the island, then its direction."""

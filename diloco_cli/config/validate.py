@@ -24,7 +24,6 @@ from diloco_cli.config.schema import (
     IslandConfig,
     ModelKind,
     Schedule,
-    WireType,
 )
 from diloco_cli.errors import ConfigError
 
@@ -35,6 +34,8 @@ _RANGES: dict[str, str] = {
     "data.heterogeneity": "[0, 1]",
     "islands.count": "[1, 1024]",
     "network.port": "[0, 65535]",
+    "network.streams": "[1, 64]",
+    "sync.shards": "[1, 64]",
     "inner.lr": "(0, oo)",
     "inner.muon_lr": "(0, oo)",
     "inner.beta1": "[0, 1)",
@@ -240,7 +241,7 @@ def _islands(cfg: Config) -> Iterator[ConfigError]:
         for name in cfg.island_names()
     }
     for where, island in shown.items():
-        parts = island.nproc_per_node * island.accumulate
+        parts = island.nproc_per_node * max(1, len(island.hosts)) * island.accumulate
         if island.batch % parts:
             yield _error(
                 f"{where}.batch",
@@ -248,8 +249,6 @@ def _islands(cfg: Config) -> Iterator[ConfigError]:
                 f"accumulate {island.accumulate} = {parts}",
                 hint=f"{where}.batch={max(1, round(island.batch / parts)) * parts}",
             )
-        if island.hosts:
-            yield _error(f"{where}.hosts", "islands on other hosts are not run yet; leave it empty for this machine")
 
 
 def _names(cfg: Config, where: str, names: list[str]) -> Iterator[ConfigError]:
@@ -278,10 +277,7 @@ def _network(cfg: Config) -> Iterator[ConfigError]:
                     parse(text, f"{where}.{setting}")
                 except ConfigError as error:
                     yield _located(error)
-    wire_down = cfg.network.wire_down
-    if wire_down not in (WireType.float32, WireType.bfloat16):
-        yield _error("network.wire_down", f"{wire_down.value} is not sent yet; use bfloat16 or float32")
-    if not cfg.network.bind:
+    if cfg.network.bind == "":
         yield _error("network.bind", "empty; 127.0.0.1 is this machine only")
 
 
@@ -342,7 +338,7 @@ def _failure_target(cfg: Config, event: FailureEvent, kind: str, where: str) -> 
             f"{where}.{given[0]}", f"there is no island {name!r}; there are {span}", close and f"{given[0]}: {close}"
         )
     elif event.rank is not None:
-        ranks = 1 if name is None else cfg.island(name).nproc_per_node
+        ranks = 1 if name is None else cfg.num_ranks(name)
         if kind not in _RANK_KINDS or event.syncer:
             whom = "the syncer" if event.syncer else f"a {kind}"
             yield _error(f"{where}.rank", f"{whom} has no rank; {_or(_RANK_KINDS)} of an island may have one")

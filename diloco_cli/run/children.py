@@ -129,14 +129,30 @@ class Children:
         if self.return_to is not None and name not in self._returned:
             self._returned.add(name)
             env[RETURN_VARIABLE] = str(self.return_to)
-        if not self._forks:
-            arguments = ["diloco_cli.run.agent", str(self._run.path), name, str(island.nproc_per_node)]
-            return self._popen(name, arguments, env, ())
-        env |= {"WORLD_SIZE": str(island.nproc_per_node), "MASTER_ADDR": "127.0.0.1"}
+        match self.cfg.launcher_of(name):
+            case LauncherKind.ssh:
+                from diloco_cli.run import ssh
+
+                return ssh.start(self._run, self.cfg, name, env)
+            case LauncherKind.slurm:
+                from diloco_cli.run import slurm
+
+                return slurm.start(self._run, self.cfg, name, env)
+            case LauncherKind.torchrun:
+                return self._start_torchrun(name, env)
+            case LauncherKind.forkserver:
+                return self._fork_island(name, env)
+
+    def _start_torchrun(self, name: str, env: dict[str, str]) -> Child:
+        arguments = ["diloco_cli.run.agent", str(self._run.path), name, str(self.cfg.num_ranks(name))]
+        return self._popen(name, arguments, env, ())
+
+    def _fork_island(self, name: str, env: dict[str, str]) -> Child:
+        num_ranks = self.cfg.num_ranks(name)
+        env |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
         env |= {"MASTER_PORT": str(_free_port())}
         ranks = [
-            _fork(_forked_rank, self._run, name, env | {"RANK": str(r), "LOCAL_RANK": str(r)})
-            for r in range(island.nproc_per_node)
+            _fork(_forked_rank, self._run, name, env | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(num_ranks)
         ]
         return _ForkedChild(name, ranks)
 

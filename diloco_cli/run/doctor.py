@@ -352,7 +352,7 @@ def port(cfg: Config) -> list[Finding]:
     with listening_socket(cfg) as sock:
         taken = sock.getsockname()[1]
     which = f"port {taken} is free" if cfg.network.port else "any free port"
-    return [_passed("port", f"{cfg.network.bind}: {which}")]
+    return [_passed("port", f"{cfg.bind_address()}: {which}")]
 
 
 def run_dir(cfg: Config) -> list[Finding]:

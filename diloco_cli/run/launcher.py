@@ -81,7 +81,7 @@ def resume_training(
 @contextmanager
 def listening_socket(cfg: Config) -> Iterator[socket.socket]:
     """The syncer's door, made before anything else, so that a taken port is found out at once."""
-    host, port = cfg.network.bind, cfg.network.port
+    host, port = cfg.bind_address(), cfg.network.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -212,7 +212,7 @@ class Launcher:
         pulse = Pulse(cfg.sync.heartbeat_timeout_s, cfg.launcher.start_timeout_s)
         if name == SYNCER:
             return Group(name, self.run, self._children.start_syncer, [SYNCER], policy, pulse)
-        ranks = [f"{name}.{rank}" for rank in range(cfg.island(name).nproc_per_node)]
+        ranks = [f"{name}.{rank}" for rank in range(cfg.num_ranks(name))]
         return Group(name, self.run, lambda: self._children.start_island(name), ranks, policy, pulse)
 
     # ---- while it runs ---------------------------------------------------------------------------

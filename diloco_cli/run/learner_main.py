@@ -247,7 +247,7 @@ def _optimizer_source(run: RunDir, cfg: Config, name: str, step: int) -> tuple[i
     from diloco_cli.run.ranks import FROM_LEFT, FROM_NOWHERE, rank_state
 
     oldest = step - RECENT_CUTS * cfg.sync.inner_steps
-    ranks = cfg.island(name).nproc_per_node
+    ranks = cfg.num_ranks(name)
     try:
         left = [snapshots.read_state(run.left_state(name, r))["trainer"]["step"] for r in range(ranks)]
         if min(left) >= oldest:
@@ -260,7 +260,7 @@ def _optimizer_source(run: RunDir, cfg: Config, name: str, step: int) -> tuple[i
     if folder is not None and usable and snapshots.step_of(folder) >= oldest:
         names = cfg.island_names()
         shape = (ranks, cfg.island(name).parallel)
-        alike = [n for n in names if (cfg.island(n).nproc_per_node, cfg.island(n).parallel) == shape]
+        alike = [n for n in names if (cfg.num_ranks(n), cfg.island(n).parallel) == shape]
         for other in sorted(alike, key=lambda n: (n != name, n)):
             stems = [rank_state(folder, other, r) for r in range(ranks)]
             if all(stem.with_name(stem.name + ".json").exists() for stem in stems):

@@ -59,7 +59,7 @@ def syncer_settings(cfg: Config, num_fragments: int) -> SyncerSettings:
     lockstep = is_lockstep(cfg)
     return SyncerSettings(
         num_fragments=num_fragments,
-        chips={name: cfg.island(name).nproc_per_node for name in cfg.island_names()},
+        chips={name: cfg.num_ranks(name) for name in cfg.island_names()},
         inner_steps=cfg.sync.inner_steps,
         overlap_steps=cfg.sync.overlap_steps,
         quorum=cfg.sync.quorum,

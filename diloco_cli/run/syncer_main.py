@@ -462,7 +462,7 @@ class Syncer:
         islands = self.peers.announced()
         for name in islands:
             self.peers.tell(name, SnapshotMsg(step=step))
-        ranks = {name: self.cfg.island(name).nproc_per_node for name in islands}
+        ranks = {name: self.cfg.num_ranks(name) for name in islands}
         self._snapshot = _SnapshotUnderWay(folder, step, ranks, saved, pinned)
         threading.Thread(target=self._finish_snapshot, args=(self._snapshot,), name="snapshot", daemon=True).start()
 
@@ -655,7 +655,7 @@ class Syncer:
         self.cfg = load_config(self.run.config)
         index = self.cfg.island_names().index(name)
         self.peers.shapers[name] = make_shaper(self.cfg.link(name).down, self.cfg.run.seed * 1000 + 500 + index)
-        self.feed(IslandAdded(learner=name, chips=self.cfg.island(name).nproc_per_node))
+        self.feed(IslandAdded(learner=name, chips=self.cfg.num_ranks(name)))
 
     def _apply_fault(self, said: dict[str, Any]) -> None:
         """A failure on purpose of an island's link, or of what it sends: each side does its own half."""

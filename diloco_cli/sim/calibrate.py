@@ -262,7 +262,7 @@ def _predicted(cfg: Config, scenario: Scenario, seed: int) -> dict[str, float | 
     tape = Tape()
     world = World(world_spec(cfg, scenario), Streams(cfg.run.seed, seed), on_record=tape.add, jump=False).run()
     tally = world.tally()
-    chips = {name: cfg.island(name).nproc_per_node for name in cfg.island_names()}
+    chips = {name: cfg.num_ranks(name) for name in cfg.island_names()}
     goodput = figures(chips, tally)["goodput"]
     up, down = ([m[i] for m in tally.learners.values()] for i in (3, 4))
     return _figures(tape, tally.tokens, goodput, up, down, tally.merges)

@@ -326,7 +326,7 @@ def _chips(asked: Asked, cfg: Config) -> dict[str, int]:
     """Chips of each island: --chips dealt out evenly, else its ranks."""
     names = cfg.island_names()
     if asked.chips is None:
-        return {name: cfg.island(name).nproc_per_node for name in names}
+        return {name: cfg.num_ranks(name) for name in names}
     total = parse_count(asked.chips, "--chips")
     if not len(names) <= total <= MAX_CHIPS:
         raise ConfigError(

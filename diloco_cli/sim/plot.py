@@ -207,5 +207,5 @@ def _curves(axes: Any, cfg: Config, scenario: Scenario, algorithms: Sequence[str
 def _at_rate(cfg: Config, scenario: Scenario, algorithm: str, rate_bps: float, seed: int) -> dict[str, float]:
     own, same = with_bandwidth(cfg, scenario, rate_bps)
     tally = run_once(own, same, algorithm, seed=seed).tally
-    chips = {name: cfg.island(name).nproc_per_node for name in cfg.island_names()}
+    chips = {name: cfg.num_ranks(name) for name in cfg.island_names()}
     return {k: math.nan if v is None else v for k, v in figures(chips, tally).items()}

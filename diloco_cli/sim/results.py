@@ -276,7 +276,7 @@ def _interrupted(cfg: Config, scenario: Scenario, algorithm: str, calm: Outcome,
 
 
 def _chips(cfg: Config, scenario: Scenario) -> dict[str, int]:
-    return {name: scenario.chips.get(name, cfg.island(name).nproc_per_node) for name in cfg.island_names()}
+    return {name: scenario.chips.get(name, cfg.num_ranks(name)) for name in cfg.island_names()}
 
 
 def _bytes(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:

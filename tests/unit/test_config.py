@@ -165,7 +165,6 @@ def test_the_defaults_are_valid() -> None:
         ({"islands__each__speed": 0.0}, "islands.each.speed", "above 0"),
         ({"islands__each__speed": 2.0}, "islands.each.speed", "to 1"),
         ({"islands__each__threads": 0}, "islands.each.threads", "1 or more"),
-        ({"islands__each__hosts": ["a"]}, "islands.each.hosts", "not run yet"),
         ({"islands__named": {"island-4": IslandOverride()}}, "islands.named.island-4", "island-0 to island-3"),
         ({"islands__named": {"island-1": IslandOverride(batch=0)}}, "islands.named.island-1.batch", "1 or more"),
         ({"islands__named": {"island-1": IslandOverride(batch=3, accumulate=2)}}, "islands.named.island-1.batch", "3"),
@@ -526,7 +525,6 @@ def _refused(overrides: list[str], conf: str | None = None) -> ConfigError:
         ("--islands.count=3", "overrides have no dashes", "islands.count=3"),
         ("data=text", "data.path: say which file or folder", "data.path="),
         ("sync.quorum=5", "sync.quorum: 5 is out of range", ""),
-        ("network.wire_down=int8", "network.wire_down: int8 is not sent yet", ""),
     ],
 )
 def test_each_mistake_names_key_and_nearest_right_thing(override: str, what: str, hint: str) -> None:
