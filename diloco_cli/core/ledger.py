@@ -80,6 +80,22 @@ class Ledger:
         assert self._fates[fate][fragment] >= 0
         assert self._overlap[fragment] >= 0
 
+    def unmerge(
+        self, learner: str | None, fragment: int, unsettled: int, *, late: int, refused: int, overlap: int
+    ) -> None:
+        """A merge did not happen after all: the inverse of settle (MERGED, `unsettled`) and of reclaim.
+
+        learner: None if its account has been closed since; what it had not settled is lost then.
+        """
+        self._fates[MERGED][fragment] -= unsettled + late + refused
+        self._fates[LATE][fragment] += late
+        self._fates[REFUSED][fragment] += refused
+        self._overlap[fragment] += overlap
+        if learner is None:
+            self._fates[LOST][fragment] += unsettled
+        else:
+            self._open[learner].settled[fragment] -= unsettled
+
     def settled(self, learner: str, fragment: int) -> int:
         """Tokens of a learner's fragment in its present stay that have met their fate."""
         return self._open[learner].settled[fragment]

@@ -32,6 +32,7 @@ One *round* collects one version of one fragment::
 * A merge is persisted, together with core.recovery's dump of this state, before it is published, and so are the start
   and the final cut. A syncer that is started again goes on from there: learners return with their counters, and no
   version that any of them has installed is missing. A learner that was counted as gone meanwhile joins anew.
+* Fragments may be held by several processes (core.shards): one that is gone takes its fragments out until it is back.
 * Iteration over learners and fragments is in sorted order; effects come in the order in which they must be performed.
 * Unknown, late or duplicate input is answered by an effect with a reason, never by an exception.
 """
@@ -40,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from diloco_cli.core import shards
 from diloco_cli.core.fragments import due_offset_steps
 from diloco_cli.core.ledger import LATE, MERGED, REFUSED, Ledger, Uptime
 from diloco_cli.core.quorum import Average, decide, grace_window_s
@@ -54,6 +56,9 @@ from diloco_cli.core.types import (
     DropPayload,
     Finish,
     FragmentInstalled,
+    FragmentsBack,
+    FragmentsLost,
+    FragmentsReached,
     IslandAdded,
     IslandRemoved,
     LearnerAlive,
@@ -101,6 +106,8 @@ class SyncerCore:
         self.absent: set[str] = set()
         """Who has gone and may come back."""
         self.rounds: dict[int, Round] = {}
+        self.away: set[int] = set()
+        """Fragments whose shard is gone (core.shards): nothing is collected of them."""
         self.num_merges = 0
         self.ledger = Ledger(count)
         self.uptime = Uptime()
@@ -174,6 +181,12 @@ class SyncerCore:
             case IslandRemoved():
                 self._left([event.learner], event.reason, now_s, returns=False)
                 self._release(event.learner, now_s)
+            case FragmentsLost():
+                shards.lose(self, event.fragments, event.reason, now_s)
+            case FragmentsBack():
+                shards.regain(self, event.fragments, now_s)
+            case FragmentsReached():
+                shards.reach(self, event, now_s)
             case StopRequested():
                 self._finish(STOPPED, event.reason)
         return self._drain()
@@ -230,6 +243,7 @@ class SyncerCore:
 
     def _open_stay(self, learner: str, session: str, step: int, versions: Sequence[int], now_s: float) -> None:
         count = self.settings.num_fragments
+        self._closed.pop(session, None)  # of an earlier stay, which this one does not go on with
         self.learners[learner] = LearnerState(
             last_seen_s=now_s,
             versions=list(versions),
@@ -473,9 +487,10 @@ class SyncerCore:
     def _open_due(self, now_s: float) -> None:
         """Open the rounds that are due, the longest due first, as far as there are slots."""
         if self.phase == FINAL:
-            waiting = [f for f in sorted(self._final_left) if f not in self.rounds]
+            waiting = [f for f in sorted(self._final_left - self.away) if f not in self.rounds]
         elif self.phase in (RUNNING, FINISHING) and not self.settings.lockstep:
-            due = [f for f, at in enumerate(self._due) if at <= self._clock and f not in self.rounds]
+            here = [f for f in range(self.settings.num_fragments) if f not in self.rounds and f not in self.away]
+            due = [f for f in here if self._due[f] <= self._clock]
             waiting = sorted(due, key=lambda f: (self._due[f], f))
         else:
             return
@@ -529,6 +544,9 @@ class SyncerCore:
             self._out.append(DropPayload(handle=c.handle, reason="there is no such learner or fragment"))
             return
         state.last_seen_s = now_s
+        if c.fragment in self.away:
+            self._out.append(DropPayload(handle=c.handle, reason="its shard is gone"))
+            return
         reason = self._unacceptable(c, state)
         if reason:
             self._refuse(c, reason, now_s)
@@ -625,6 +643,9 @@ class SyncerCore:
             self._out.append(DropPayload(handle=c.handle, reason=reason if state else "its learner is gone"))
             return
         state.last_seen_s = now_s
+        if c.fragment in self.away:
+            self._out.append(DropPayload(handle=c.handle, reason="its shard is gone"))
+            return
         if bad and self._is_one_too_many(c, state, reason):
             self._refuse_entry(state.take_in_hand(c, self.versions[c.fragment]), reason)
             self._expel(c.learner, state, reason, now_s)
@@ -770,6 +791,8 @@ class SyncerCore:
 
     def _merge_finished(self, event: MergeFinished, now_s: float) -> None:
         fragment = event.fragment
+        if fragment in self.away:
+            return  # it was taken back
         current = self.rounds.pop(fragment)
         assert current.merge_started_s is not None
         assert event.version == self.versions[fragment] + 1

@@ -184,6 +184,37 @@ class StopRequested:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentsLost:
+    """The process that holds these fragments (a shard of the syncer) is gone, with what it had in hand of them."""
+
+    fragments: tuple[FragmentId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentsBack:
+    """A shard is back, and holds its fragments' newest versions."""
+
+    fragments: tuple[FragmentId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentsReached:
+    """A learner is connected with a shard again; what was on its way between them is lost.
+
+    Attributes:
+        step: its own step count; None while it is still joining.
+        sent_at: lock-step, per fragment of `fragments`: the step at which it sent what it sends once more now; -1:
+            nothing.
+    """
+
+    learner: LearnerId
+    fragments: tuple[FragmentId, ...]
+    step: int | None
+    sent_at: tuple[int, ...]
+
+
 SyncerEvent = (
     LearnerJoined
     | LearnerReturned
@@ -196,6 +227,9 @@ SyncerEvent = (
     | ContributionRefused
     | FragmentInstalled
     | MergeFinished
+    | FragmentsLost
+    | FragmentsBack
+    | FragmentsReached
     | TimerFired
     | StopRequested
 )

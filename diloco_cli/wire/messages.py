@@ -243,6 +243,173 @@ class FaultMsg:
     payload: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardUp:
+    """The syncer to a learner: a shard that was away has you connected again; say where you stand (Reached)."""
+
+    TYPE: ClassVar[int] = 20
+    shard: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """A learner's answer to ShardUp (core.types.FragmentsReached).
+
+    sent_at: per fragment of that shard, in order: 0 for nothing, else the step of the sending plus 1.
+    """
+
+    TYPE: ClassVar[int] = 21
+    shard: int
+    step: int
+    sent_at: list[int]
+
+
+# ---- between the syncer and its shards (run.shards, run.shard_main) ----------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardAttach:
+    """Syncer to shard: what holds. The shard loads its fragments and says ShardReady.
+
+    Attributes:
+        versions: the newest of each fragment of the run.
+        slots: fragment -> version -> slot (run.durable), of the versions that are kept.
+    """
+
+    TYPE: ClassVar[int] = 30
+    versions: list[int]
+    slots: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardReady:
+    """Shard to syncer: its fragments are loaded."""
+
+    TYPE: ClassVar[int] = 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardMerge:
+    """Syncer to shard: core.types.StartMerge, a list per field of its members; and where to write (fragment -> slot)."""
+
+    TYPE: ClassVar[int] = 32
+    fragment: int
+    version: int
+    learners: list[str]
+    base_versions: list[int]
+    tokens: list[int]
+    steps: list[int]
+    sent_at_steps: list[int]
+    handles: list[int]
+    slots: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardMerged:
+    """Shard to syncer: the merge is done, and written (fragment -> version), or why not."""
+
+    TYPE: ClassVar[int] = 33
+    fragment: int
+    version: int
+    written: dict[str, Any]
+    failed: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardDigest:
+    """Shard to syncer: the digest of a merged fragment."""
+
+    TYPE: ClassVar[int] = 34
+    fragment: int
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPublish:
+    """Syncer to shard: send the newest version of a fragment to these learners, in some of which it has a part."""
+
+    TYPE: ClassVar[int] = 35
+    fragment: int
+    version: int
+    to: list[str]
+    taken: list[str]
+    global_step: int
+    cut: int
+    keep: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardKeep:
+    """Syncer to shard: which contributions are over (handles), and which versions of a fragment are still needed."""
+
+    TYPE: ClassVar[int] = 36
+    freed: list[int]
+    fragment: int
+    keep: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLearner:
+    """Shard to syncer: a learner's bulk connection is here, or gone."""
+
+    TYPE: ClassVar[int] = 37
+    learner: str
+    session: str
+    attempt: int
+    here: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardContribution:
+    """Shard to syncer: a contribution is in its store under `handle`; problem, known: as run.syncer_main judges it."""
+
+    TYPE: ClassVar[int] = 38
+    learner: str
+    session: str
+    fragment: int
+    base_version: int
+    tokens: int
+    steps: int
+    sent_at_step: int
+    handle: int
+    problem: str
+    known: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardAlive:
+    """Shard to syncer: bytes of a learner are arriving; and encrypted bytes by island so far."""
+
+    TYPE: ClassVar[int] = 39
+    learner: str
+    up: dict[str, float]
+    down: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardDrop:
+    """Syncer to shard: close a learner's connection."""
+
+    TYPE: ClassVar[int] = 40
+    learner: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFault:
+    """Syncer to shard: a failure on purpose of an island's link."""
+
+    TYPE: ClassVar[int] = 41
+    island: str
+    cut: bool
+    duration_s: float
+    rate_bps: float | None
+    latency_s: float | None
+    loss: float
+
+
 Message = (
     Hello
     | Welcome
@@ -261,6 +428,20 @@ Message = (
     | Returning
     | SnapshotMsg
     | FaultMsg
+    | ShardUp
+    | Reached
+    | ShardAttach
+    | ShardReady
+    | ShardMerge
+    | ShardMerged
+    | ShardDigest
+    | ShardPublish
+    | ShardKeep
+    | ShardLearner
+    | ShardContribution
+    | ShardAlive
+    | ShardDrop
+    | ShardFault
 )
 
 MESSAGE_TYPES: dict[int, type[Message]] = {cls.TYPE: cls for cls in Message.__args__}
@@ -316,6 +497,8 @@ def _checked(where: str, name: str, kind: Any, value: Any) -> Any:
         good = type(value) is kind
     elif kind == list[int]:
         good = isinstance(value, list) and all(map(_is_int, value))
+    elif kind == list[str]:
+        good = isinstance(value, list) and all(type(v) is str for v in value)
     elif kind == dict[str, float]:
         good = isinstance(value, dict) and all(_is_float(v, finite) for v in value.values())
     else:

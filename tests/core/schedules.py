@@ -33,6 +33,7 @@ KINDS = (
     "slow_link",
     "clock",
     "syncer",
+    "shard",
 )
 MAX_EVENT = 600
 
@@ -86,6 +87,7 @@ def _fault(chance: random.Random, names: list[str], horizon_s: float) -> Fault:
         "cut": chance.choice([0.2, 1.0, 3.0, 9.0]),
         "slow_link": chance.choice([3.0, 10.0]),
         "syncer": chance.choice([0.01, 0.2, 1.0, 6.0]),
+        "shard": chance.choice([0.01, 0.2, 1.0, 6.0]),
         "clock": chance.choice([0.01, 0.5, 3.0, 30.0]),
     }.get(kind, 1.0)
     learner = chance.choice(names)

@@ -12,7 +12,7 @@ import schedules
 from schedules import KINDS, as_code, schedule, shrink, violation
 from world import Fault, Rules, World
 
-from diloco_cli.core import recovery
+from diloco_cli.core import recovery, shards
 from diloco_cli.core.learner import LearnerCore
 from diloco_cli.core.syncer import SyncerCore
 from diloco_cli.core.types import (
@@ -193,7 +193,28 @@ def counts_on_learners_that_have_returned_already(patch: Patch) -> None:
     patch.setattr(SyncerCore, "_returned", changed)
 
 
+def keeps_the_account_of_a_lost_shard(patch: Patch) -> None:
+    patch.setattr(shards, "_take_back", lambda core, f, current, reason: None)
+
+
+def asks_nobody_again_who_reached_a_shard(patch: Patch) -> None:
+    patch.setattr(shards, "reach", lambda core, event, now_s: None)
+
+
+def collects_what_is_away(patch: Patch) -> None:
+    lose = shards.lose
+
+    def changed(core: SyncerCore, fragments: Any, reason: str, now_s: float) -> None:
+        lose(core, fragments, reason, now_s)
+        core.away.clear()
+
+    patch.setattr(shards, "lose", changed)
+
+
 BUGS = [
+    keeps_the_account_of_a_lost_shard,
+    asks_nobody_again_who_reached_a_shard,
+    collects_what_is_away,
     persists_only_the_start,
     dumps_merges_that_are_under_way,
     settles_nothing_on_return,

@@ -36,6 +36,9 @@ from diloco_cli.core.types import (
     DropPayload,
     Finish,
     FragmentInstalled,
+    FragmentsBack,
+    FragmentsLost,
+    FragmentsReached,
     InstallFragment,
     LearnerAlive,
     LearnerJoined,
@@ -77,6 +80,7 @@ class Fault:
     slow_link                        its latency is `factor` times as long
     clock                            the syncer's clock jumps forward by `factor` seconds (a machine that slept)
     syncer                           the syncer's process is killed, and there again after `factor` seconds
+    shard                            the same of the process that holds every second fragment
 
     It happens at a time, or just before the event with that number (`at_event`), whatever that is.
     """
@@ -132,8 +136,14 @@ class Stay:
     connection: int = 0
     """Grows with each loss of the connection; what was sent on an older one never arrives."""
     connected: bool = True
+    reached: list[int] = field(default_factory=list)
+    """Per fragment: the life of its shard that it is connected with."""
+    held_state: SendState | None = None
+    """What it joins with, until all fragments have come."""
     announced: bool = True
     """The syncer has heard who this is, where it stands, and so talks with it."""
+    contributes: bool = True
+    """The learner has heard that it may go on."""
     session: str = ""
     """Of the process, which may have several stays."""
     joined_at_step: int = 0
@@ -204,6 +214,7 @@ class World:
         self.down = False
         """The syncer's process is not there."""
         self.life = 0
+        self.shard_life = [0] * rules.num_fragments
         self.durable: str = ""
         self._volatile: dict[tuple[int, int], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
         """Per merge that is not persisted yet: whose tokens are in it."""
@@ -230,6 +241,8 @@ class World:
             max_bad_in_a_row=rules.max_bad_in_a_row,
         )
         self.syncer = SyncerCore(self.settings)
+        self.reaching = ""
+        """The learner that has just reached a shard."""
         self.kept_bases: list[set[int]] = [{0} for _ in range(len(self.syncer.versions))]
 
     # ---- clock ----
@@ -283,7 +296,7 @@ class World:
         last_fault = max([0.0, *(f.at_s for f in r.faults)]) + sum(f.factor for f in r.faults if f.kind == "cut")
         if any(f.at_event is not None for f in r.faults):
             last_fault += (r.target_steps + 1) * slowest
-        crashes = [f.factor for f in r.faults if f.kind == "syncer"]
+        crashes = [f.factor for f in r.faults if f.kind in ("syncer", "shard")]
         last_fault += sum(crashes) + len(crashes) * (r.heartbeat_timeout_s + r.start_timeout_s) + r.quorum_timeout_s
         latency_s = r.latency_s[1] * max([1.0, *(f.factor for f in r.faults if f.kind == "slow_link")])
         round_trip_s = 4 * latency_s + r.merge_s[1] + slowest
@@ -380,7 +393,10 @@ class World:
                     self._check_addressees(effect)
                     if effect.version != self.syncer.versions[effect.fragment]:
                         raise Violation(f"published {effect}, the newest is {self.syncer.versions}")
-                    if self.returning:
+                    if self.reaching:
+                        if effect.to != (self.reaching,):
+                            raise Violation(f"{effect} is not for {self.reaching}")
+                    elif self.returning:
                         if not set(effect.to) <= self.returning:
                             raise Violation(f"{effect} is not for {self.returning}")
                     elif set(effect.to) != set(self.syncer.learners):
@@ -474,10 +490,10 @@ class World:
             members.append(((sent.stay, sent.fragment), runs[-1]))
         self.merging[effect.fragment] = effect.version
         self._volatile[effect.fragment, effect.version] = members
-        life = self.life
+        life, shard_life = self.life, self.shard_life[effect.fragment]
 
         def finish() -> None:
-            if life != self.life:
+            if life != self.life or shard_life != self.shard_life[effect.fragment]:
                 return
             del self.merging[effect.fragment]
             self._tell(MergeFinished(fragment=effect.fragment, version=effect.version))
@@ -576,7 +592,7 @@ class World:
         old = self.current.get(learner)
         if old is not None and old.open:
             self._close(old, tell=False)
-        stay = Stay(len(self.stays), learner, session=f"session {len(self.stays)}")
+        stay = Stay(len(self.stays), learner, session=f"session {len(self.stays)}", reached=self._shards_here())
         self.stays.append(stay)
         self.current[learner] = stay
         if self.down:
@@ -609,7 +625,7 @@ class World:
             return
         self._disconnect(stay)
         stay.open = False
-        self.current[learner] = Stay(len(self.stays), learner, session=stay.session)
+        self.current[learner] = Stay(len(self.stays), learner, session=stay.session, reached=stay.reached)
         self.stays.append(self.current[learner])
         self._heartbeat(self.current[learner])
 
@@ -639,6 +655,7 @@ class World:
         if not stay.open or stay.hung or stay.connected or self.down or self.finished is not None:
             return
         stay.connected = True
+        stay.reached = self._shards_here()
         self.happened["return"] += 1
         core = stay.core
         if core is None:
@@ -656,19 +673,13 @@ class World:
                 sent_at=core.sent_at,
             )
             stay.reported_step = core.step
-            stay.announced = False
+            stay.announced = stay.contributes = False
 
             def announce() -> None:
                 stay.announced = True
                 self._tell(event)
 
             self._link(stay, "up control", announce)
-            for c in stay.unsettled.values():
-                like = self.sent[c.handle]
-                again = replace(c, handle=self._new_handle(like))
-                # After what says who it is from, and to the same effect as before.
-                resend = partial(self._send_contribution, stay, again, refused=like.bad)
-                self._link(stay, "up control", resend, partial(self._settle, again.handle, "lost on the way"))
         if stay.open:
             self.at(self.now_s + self.rules.heartbeat_timeout_s / 3, lambda: self._heartbeat(stay))
 
@@ -704,6 +715,8 @@ class World:
         else:
             self.syncer = SyncerCore(self.settings)
             effects = self.syncer.start(self.syncer_s)
+        # Its shards are started with it.
+        self.shard_life = [life + 1 for life in self.shard_life]
         self.final = self.syncer.phase == FINAL
         self.kept_bases = [{v, max(0, v - 1)} for v in self.syncer.versions]
         for stay in self.stays:
@@ -717,6 +730,65 @@ class World:
         for stay in self.stays:
             if stay.open and self.current.get(stay.learner) is stay:
                 self.at(self.now_s + self._latency(), lambda s=stay: self._reconnect(s))
+
+    # ---- shards ----
+
+    def _shards_here(self) -> list[int]:
+        """What a learner that connects now is connected with; -1: that shard is away."""
+        return [-1 if f in self.syncer.away else life for f, life in enumerate(self.shard_life)]
+
+    def _shard_dies(self, fragments: tuple[int, ...], back_after_s: float) -> None:
+        for f in fragments:
+            self.shard_life[f] += 1
+            if (version := self.merging.pop(f, None)) is not None:
+                for key, run in self._volatile.pop((f, version), ()):
+                    self.merged_tokens[key].remove(run)
+        lives = [self.shard_life[f] for f in fragments]
+        self._tell(FragmentsLost(fragments=fragments, reason="killed"))
+        for f in fragments:
+            self.kept_bases[f] = {self.syncer.versions[f], max(0, self.syncer.versions[f] - 1)}
+        for handle, sent in self.sent.items():
+            if not sent.fate and sent.fragment in fragments and handle not in self._flying:
+                raise Violation(f"handle {handle} is kept, but its shard is gone")
+
+        def back() -> None:
+            if self.finished is None and not self.down and lives == [self.shard_life[f] for f in fragments]:
+                self._tell(FragmentsBack(fragments=fragments))
+                for stay in self.stays:
+                    if stay.open:
+                        self.at(self.now_s + self._latency(), partial(self._reach, stay, fragments, lives))
+
+        self.at(self.now_s + back_after_s, back)
+
+    def _reach(self, stay: Stay, fragments: tuple[int, ...], lives: list[int]) -> None:
+        """A learner has found a shard again."""
+        usable = stay.open and stay.connected and not self.down and self.finished is None
+        if not usable or lives != [self.shard_life[f] for f in fragments] or lives[0] == stay.reached[fragments[0]]:
+            return
+        for f, life in zip(fragments, lives, strict=True):
+            stay.reached[f] = life
+        if not stay.announced:
+            return  # it has yet to say where it stands, and is told all that it lacks then
+        self.reaching = stay.learner
+        core = stay.core
+        event = FragmentsReached(
+            learner=stay.learner,
+            fragments=fragments,
+            step=core.step if core is not None else None,
+            sent_at=tuple(core.sent_at[f] if core is not None else -1 for f in fragments),
+        )
+        self._tell(event)
+        self.reaching = ""
+        if stay.held_state is not None and stay.reached == self.shard_life:
+            held, stay.held_state = stay.held_state, None
+            self._deliver(stay, held)
+        self._send_unsettled(stay, fragments)
+
+    def _send_unsettled(self, stay: Stay, fragments: Sequence[int]) -> None:
+        for c in [c for f, c in stay.unsettled.items() if f in fragments]:
+            again = replace(c, handle=self._new_handle(self.sent[c.handle]))
+            # To the same effect as before.
+            self._send_contribution(stay, again, refused=self.sent[c.handle].bad)
 
     def _fault(self, fault: Fault) -> None:
         stay = self.current.get(fault.learner)
@@ -747,6 +819,12 @@ class World:
                     self._wake(key, at_s)
             case "syncer" if not self.down:
                 self._syncer_dies(fault.factor)
+            case "shard" if not self.down and self.finished is None:
+                odd = sum(map(ord, fault.learner)) % 2
+                fragments = tuple(f for f in range(self.rules.num_fragments) if f % 2 == odd)
+                if not fragments or self.syncer.away & set(fragments):
+                    return
+                self._shard_dies(fragments, fault.factor)
             case "duplicate" if stay is not None and alive:
                 self._repeat(stay)
             case _:
@@ -789,13 +867,28 @@ class World:
         handle = len(self.published) + 1
         self.published[handle] = ""
         message = MergedReceived(fragment=effect.fragment, version=effect.version, handle=handle)
-        self._link(stay, "down bulk", lambda: self._deliver(stay, message))
+        life = self.shard_life[effect.fragment]
+        if not self._is_connected(stay, effect.fragment, life):
+            return
+
+        def arrive() -> None:
+            if self._is_connected(stay, effect.fragment, life):
+                self._deliver(stay, message)
+
+        self._link(stay, "down bulk", arrive)
+
+    def _is_connected(self, stay: Stay, fragment: int, life: int) -> bool:
+        """Whether what is sent over the connection with a shard in this life of it arrives."""
+        return self.shard_life[fragment] == life == stay.reached[fragment]
 
     def _up_control(self, stay: Stay, event: Any) -> None:
         self._link(stay, "up control", lambda: self._tell(event))
 
     def _deliver(self, stay: Stay, message: Any) -> None:
         if stay.hung:
+            return
+        if isinstance(message, SendState) and stay.reached != self.shard_life:
+            stay.held_state = message
             return
         if isinstance(message, SendState):
             r = self.rules
@@ -818,6 +911,9 @@ class World:
             self._boundary(stay)
             return
         if isinstance(message, AcceptReturn):
+            # What was sent before may not have arrived, and in lock-step is waited for.
+            stay.contributes = True
+            self._send_unsettled(stay, range(self.rules.num_fragments))
             return
         if isinstance(message, MergedReceived):
             stay.arrived_s[message.handle] = self.now_s
@@ -907,10 +1003,17 @@ class World:
         event: Any = ContributionReceived(contribution=c)
         if refused:
             event = ContributionRefused(contribution=c, reason="nan", bad=True)
+        life = self.shard_life[c.fragment]
+        if not stay.contributes or not self._is_connected(stay, c.fragment, life):
+            self._settle(c.handle, "not sent")
+            return
         self._flying.add(c.handle)
 
         def arrive() -> None:
             self._flying.discard(c.handle)
+            if not self._is_connected(stay, c.fragment, life):
+                self._settle(c.handle, "lost with its shard")
+                return
             if not stay.announced:
                 self._settle(c.handle, "came before its learner was known")
                 return

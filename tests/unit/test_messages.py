@@ -18,6 +18,7 @@ from diloco_cli.wire.messages import (
     Heartbeat,
     Hello,
     MergedMsg,
+    Message,
     PullMsg,
     Report,
     Validation,
@@ -37,6 +38,7 @@ BY_KIND: dict[Any, st.SearchStrategy] = {
     bool: st.booleans(),
     str: st.text(max_size=20),
     list[int]: st.lists(ints, max_size=5),
+    list[str]: st.lists(st.text(max_size=20), max_size=5),
     dict[str, float]: st.dictionaries(st.text(max_size=5), floats, max_size=4),
     dict[str, Any]: st.dictionaries(st.text(max_size=5), json_values, max_size=4),
 }
@@ -67,7 +69,7 @@ def test_round_trip(message):
 
 
 def test_numbers_are_unique_and_cover_all_messages():
-    assert len(MESSAGE_TYPES) == 17
+    assert len(MESSAGE_TYPES) == len(Message.__args__)
     assert all(number == cls.TYPE for number, cls in MESSAGE_TYPES.items())
 
 
