@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diloco_cli.config.schema import Anchor, Config, MergeRule, OuterOptimizerKind
 from diloco_cli.core.fragments import BUFFER as BUFFER_ROLE
-from diloco_cli.core.fragments import WEIGHT, FragmentSpec, Layout
+from diloco_cli.core.fragments import WEIGHT, FragmentSpec, Layout, Slice
 from diloco_cli.core.merge import AVERAGE, BUFFER, RDA, MergeInput, Segment, merge
 from diloco_cli.core.types import Contribution
 from diloco_cli.run.buffers import BufferPool, view
@@ -39,16 +39,22 @@ class GlobalModel:
     """Theta and everything that is computed from it."""
 
     def __init__(self, cfg: Config) -> None:
-        from diloco_cli.train.model import build_model, state_tensors
+        from diloco_cli.train.model import initial_values, state_tensors
         from diloco_cli.train.tokenizer import load_tokenizer
 
         self._cfg = cfg
         self.tokenizer = load_tokenizer(cfg.data.tokenizer)
-        model = build_model(cfg.model, cfg.model.vocab_size or self.tokenizer.vocab_size, cfg.run.seed)
+        # Tensor by tensor: a whole model beside Theta would set the peak of this process.
+        vocab_size = cfg.model.vocab_size or self.tokenizer.vocab_size
+        model, values = initial_values(cfg.model, vocab_size, cfg.run.seed)
         self.layout = model_layout(cfg, model)
-        tensors = state_tensors(model)
-        self._shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        self._theta = [_flatten(f, tensors) for f in self.layout.fragments]
+        self._shapes = {name: (tuple(t.shape), t.dtype) for name, t in state_tensors(model).items()}
+        self._places = _places(self.layout)
+        self._theta = [torch.empty(f.numel) for f in self.layout.fragments]
+        for name, tensor in values:
+            for place in self._places.get(name, ()):
+                self._rows(place, tensor).copy_(place.rows_of(tensor.detach()))
+        del model, values
         self._state = [torch.zeros(f.numel) for f in self.layout.fragments]
         self._segments = [segments(f, cfg.outer.merge) for f in self.layout.fragments]
         self._wire = cfg.network.wire_down.value
@@ -126,15 +132,22 @@ class GlobalModel:
             learner=c.learner, values=values, tokens=c.tokens, steps=c.steps, base=base, is_drift=is_drift
         )
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Theta by name, in the model's shapes and dtypes."""
-        whole = {name: torch.empty(shape, dtype=torch.float32) for name, (shape, _) in self._shapes.items()}
-        for fragment, flat in zip(self.layout.fragments, self._theta, strict=True):
-            for s in fragment.slices:
-                target = whole[s.name]
-                rows = target.narrow(0, s.row_start, s.num_rows) if target.ndim else target
-                rows.copy_(flat[s.offset : s.offset + s.numel].view(rows.shape))
-        return {name: _as_dtype(t, self._shapes[name][1]) for name, t in whole.items()}
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Theta by name, in the model's shapes and dtypes. Each is put together when it is asked for."""
+        return _Tensors(self._shapes, self._tensor)
+
+    def _tensor(self, name: str) -> Tensor:
+        shape, dtype = self._shapes[name]
+        whole = torch.empty(shape)
+        for place in self._places.get(name, ()):
+            rows = place.rows_of(whole)
+            rows.copy_(self._rows(place, whole))
+        return _as_dtype(whole, dtype)
+
+    def _rows(self, place: _Place, tensor: Tensor) -> Tensor:
+        """Where rows of a tensor lie in Theta, in their shape."""
+        s = place.slice
+        return self._theta[place.fragment][s.offset : s.offset + s.numel].view(place.rows_of(tensor).shape)
 
     def _encoded(self, fragment: int) -> Tensor:
         theta = self._theta[fragment]
@@ -144,13 +157,39 @@ class GlobalModel:
         return decode(self._payloads[fragment][version], self._wire, self.layout.fragments[fragment].numel)
 
 
-def _flatten(fragment: FragmentSpec, tensors: Mapping[str, Tensor]) -> Tensor:
-    flat = torch.empty(fragment.numel)
-    for s in fragment.slices:
-        tensor = tensors[s.name].detach()
-        rows = tensor.narrow(0, s.row_start, s.num_rows) if tensor.ndim else tensor
-        flat[s.offset : s.offset + s.numel].copy_(rows.reshape(-1))
-    return flat
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Rows of a tensor, and where in which fragment they are."""
+
+    fragment: int
+    slice: Slice
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        return tensor.narrow(0, self.slice.row_start, self.slice.num_rows) if tensor.ndim else tensor
+
+
+def _places(layout: Layout) -> dict[str, list[_Place]]:
+    places: dict[str, list[_Place]] = {}
+    for index, fragment in enumerate(layout.fragments):
+        for s in fragment.slices:
+            places.setdefault(s.name, []).append(_Place(index, s))
+    return places
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """Tensors by name that are made each time they are asked for, so that no two of them need be in memory."""
+
+    def __init__(self, names: Collection[str], make: Callable[[str], Tensor]) -> None:
+        self._names, self._make = names, make
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

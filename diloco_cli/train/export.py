@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from diloco_cli.config.schema import Config, DataConfig, ModelConfig, ModelKind
 from diloco_cli.errors import ConfigError, DilocoError
 from diloco_cli.train.loop import evaluating, token_loss_sum
+from diloco_cli.train.tensor_file import write_tensors
 from diloco_cli.train.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 1
@@ -50,18 +51,15 @@ def save_final(run_dir: str | Path, tensors: Mapping[str, Tensor], cfg: Config, 
     """Write RUN/final/ so that it is there whole or not at all; an older one is replaced.
 
     Args:
-        tensors: of all names of train.model.tensor_inventory, in the model's shapes.
+        tensors: of all names of train.model.tensor_inventory, in the model's shapes; never all in memory at once.
         tokenizer: writes its own file.
     """
-    from safetensors.torch import save_file
-
     run_dir = Path(run_dir)
     final, fresh, old = run_dir / "final", run_dir / ".final-new", run_dir / ".final-old"
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
     fresh.mkdir(parents=True)
-    data = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(data, fresh / MODEL_FILE, metadata={"format": "pt"})
+    write_tensors(fresh / MODEL_FILE, tensors)
     settings = {
         "format": "diloco",
         "format_version": FORMAT_VERSION,

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +262,22 @@ def build_model(cfg: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
     return model.train()
 
 
+def initial_values(cfg: ModelConfig, vocab_size: int, seed: int) -> tuple[nn.Module, Iterator[tuple[str, Tensor]]]:
+    """What build_model makes, for whoever copies every value elsewhere: the built-in model never exists as a whole.
+
+    Returns:
+        A module with the names, shapes and types of build_model's (it may be without storage), and its state_tensors
+        one after the other, each to be copied before the next is asked for.
+    """
+    if cfg.kind is not ModelKind.llama:
+        whole = build_model(cfg, vocab_size, seed)
+        return whole, iter(state_tensors(whole).items())
+    model = meta_model(cfg, vocab_size)
+    assert isinstance(model, Llama)
+    assert len(state_tensors(model)) == len(list(model.parameters())), "a buffer's values would be missing"
+    return model, _llama_values(model, seed)
+
+
 def resolve_vocab_size(cfg: ModelConfig, tokenizer_vocab: int) -> int:
     """`model.vocab_size` if set (it may be padded up, never cut), else the tokenizer's."""
     if cfg.vocab_size is None:
@@ -337,15 +353,20 @@ def _build_llama(cfg: ModelConfig, vocab_size: int, seed: int) -> Llama:
     with torch.device("meta"):
         model = Llama(cfg, vocab_size)
     model.to_empty(device="cpu")
-    std = init_std(cfg.dim)
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, parameter in sorted(model.named_parameters()):
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, std, generator=generator)
+        parameters = dict(model.named_parameters())
+        for name, values in _llama_values(model, seed):
+            parameters[name].copy_(values)
     return model
+
+
+def _llama_values(model: Llama, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Initial values, parameter by parameter in name order; `model` is asked for shapes only."""
+    std = init_std(model.model.embed_tokens.embedding_dim)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        values = torch.empty(parameter.shape)
+        yield name, values.fill_(1.0) if values.dim() == 1 else values.normal_(0.0, std, generator=generator)
 
 
 def _seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diloco_cli.config.compose import compose
 from diloco_cli.config.schema import ModelConfig, ModelKind
 from diloco_cli.errors import ConfigError, EnvironmentNotReady
 from diloco_cli.train.model import (
@@ -17,6 +18,7 @@ from diloco_cli.train.model import (
     aux_loss,
     build_model,
     count_parameters,
+    initial_values,
     layer_modules,
     meta_model,
     rotate,
@@ -520,3 +522,15 @@ def test_an_unknown_hugging_face_model_type_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"hidden_size": 3}')
     with pytest.raises(ConfigError, match="model_type"):
         build_model(huggingface(tmp_path), VOCAB, 0)
+
+
+@pytest.mark.parametrize("name", ["tiny", "moe-tiny"])
+def test_values_made_one_by_one_are_those_of_the_whole_model(name):
+    cfg = compose([f"model={name}"], None).model
+    whole = state_tensors(build_model(cfg, 256, seed=5))
+    names, values = initial_values(cfg, 256, seed=5)
+    assert all(t.is_meta for t in state_tensors(names).values())
+    assert tensor_inventory(names) == tensor_inventory(build_model(cfg, 256, seed=5))
+    found = {name: t.clone() for name, t in values}
+    assert list(found) == list(whole)
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
