@@ -68,11 +68,12 @@ def run_resume(arguments: list[str], *, quiet: bool, json_output: bool, debug: b
     found = resume.changes(before, after)
     resume.check_changes(found)
     start = resume.choose_start(run, after)
-    if start.step >= after.target_steps():
+    steps = after.planned_steps()
+    if steps is not None and start.step >= steps:
         raise ConfigError(
-            f"the run has reached its {after.target_steps()} steps",
+            f"the run has reached its {steps} steps",
             where=str(folder),
-            hint=f"diloco resume {folder} run.steps={2 * after.target_steps()}",
+            hint=f"diloco resume {folder} run.steps={2 * steps}",
         )
     _say(run.path, found, start)
     from diloco_cli.run.launcher import resume_training

@@ -32,7 +32,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from diloco_cli.config import keys
-from diloco_cli.config.schema import Config
+from diloco_cli.config.schema import Config, IslandConfig, IslandOverride
 from diloco_cli.config.validate import nearest, validate
 from diloco_cli.errors import ConfigError
 
@@ -226,6 +226,7 @@ def compose(overrides: list[str], conf: str | None = None) -> Config:
         raise _translate(error, source) from error
     assert isinstance(cfg, Config)
     _make_paths_absolute(cfg)
+    _make_batches_numbers(cfg)
     try:
         validate(cfg)
     except ConfigError as error:
@@ -457,6 +458,14 @@ def _make_paths_absolute(cfg: Config) -> None:
         value = getattr(getattr(cfg, group), name)
         if value and (group, name, value) != ("data", "tokenizer", "bytes"):
             setattr(getattr(cfg, group), name, os.path.abspath(Path(value).expanduser()))
+
+
+def _make_batches_numbers(cfg: Config) -> None:
+    """A batch may be a number or a word, so OmegaConf leaves "8" (out of quotes, an environment variable) a text."""
+    islands: list[IslandConfig | IslandOverride] = [cfg.islands.each, *cfg.islands.named.values()]
+    for island in islands:
+        if isinstance(island.batch, str) and island.batch.strip().isdecimal():
+            island.batch = int(island.batch)
 
 
 # ---- messages -------------------------------------------------------------------------------------

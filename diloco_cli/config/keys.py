@@ -13,6 +13,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import operator
 import re
 import types
 import typing
@@ -88,7 +89,9 @@ def kind_of(annotation: Any) -> str:
         return "a list [a, b]"
     if origin is dict:
         return "a mapping {key: value}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(annotation, "a value")
+    words: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    words[int | str] = "a whole number or auto"
+    return words.get(annotation, "a value")
 
 
 @functools.cache
@@ -171,7 +174,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 def _strip_optional(annotation: Any) -> Any:
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         inner = [a for a in typing.get_args(annotation) if a is not type(None)]
-        return inner[0] if len(inner) == 1 else Any
+        return functools.reduce(operator.or_, inner)
     return annotation
 
 

@@ -164,6 +164,10 @@ class Tunnel(StrEnum):
     ssh = "ssh"
 
 
+AUTO = "auto"
+"""islands.*.batch: measured before the run's start (run.batches), which puts numbers in its place."""
+
+
 @dataclass(frozen=True)
 class LinkDirection:
     """One direction of one island's link in numbers: bit/s (infinity: unlimited) and seconds."""
@@ -263,12 +267,15 @@ class IslandConfig:
     """auto: cuda, else mps, else cpu."""
     parallel: Parallel = Parallel.ddp
     """ddp: every rank holds the model; fsdp: FSDP2 shards it over the ranks."""
-    batch: int = 8
-    """Sequences per inner step over the whole island (all ranks, all accumulation steps)."""
+    batch: int | str = 8
+    """Sequences per inner step over the whole island (all ranks, all accumulation steps); auto: as many as make its
+    steps take as long as the others' (docs/mixed-hardware.md)."""
     accumulate: int = 1
     """Micro-batches per inner step; batch must divide by nproc_per_node * accumulate."""
     speed: float = 1.0
     """Below 1: emulate slower hardware (0.5 = every step takes twice as long)."""
+    step_share: float | None = None
+    """Its steps for each step of the fastest island, for run.tokens; null: as speed says. batch: auto writes it."""
     threads: int | None = None
     """CPU threads per rank; null: this machine's cores shared out among its ranks."""
     env: dict[str, str] = field(default_factory=dict)
@@ -286,6 +293,17 @@ class IslandConfig:
     slurm: dict[str, str] = field(default_factory=dict)
     """slurm: settings of submitit's executor (partition, time, gpus_per_node, ...)."""
 
+    @property
+    def sequences(self) -> int:
+        """`batch` as the number that it is once a run has started."""
+        if isinstance(self.batch, int):
+            return self.batch
+        raise ConfigError(
+            f"batch: {self.batch} is measured when a run starts; before that, or without hardware, it is no number",
+            where="islands.each.batch",
+            hint="islands.each.batch=8",
+        )
+
 
 @dataclass
 class IslandOverride:
@@ -301,12 +319,14 @@ class IslandOverride:
     """As islands.each.device."""
     parallel: Parallel | None = None
     """As islands.each.parallel."""
-    batch: int | None = None
+    batch: int | str | None = None
     """As islands.each.batch."""
     accumulate: int | None = None
     """As islands.each.accumulate."""
     speed: float | None = None
     """As islands.each.speed."""
+    step_share: float | None = None
+    """As islands.each.step_share."""
     threads: int | None = None
     """As islands.each.threads."""
     env: dict[str, str] | None = None
@@ -778,21 +798,32 @@ class Config:
 
     def batch_tokens(self, name: str) -> int:
         """Tokens of one inner step of island `name` (without padding)."""
-        return self.island(name).batch * self.data.seq_len
+        return self.island(name).sequences * self.data.seq_len
+
+    def open_batches(self) -> list[str]:
+        """Islands whose batch is still to be measured."""
+        return [name for name in self.island_names() if self.island(name).batch == AUTO]
 
     def step_shares(self) -> dict[str, float]:
-        """Island -> its inner steps as a share of the fastest learner's, going by the emulated speeds.
+        """Island -> its inner steps as a share of the fastest learner's: as measured, or by the emulated speeds.
 
         One that needs at most run.finish_tolerance of the run's time more is waited for, and so makes all steps.
         """
-        speeds = {name: self.island(name).speed for name in self.island_names()}
+        islands = {name: self.island(name) for name in self.island_names()}
+        speeds = {n: own.speed if own.step_share is None else own.step_share for n, own in islands.items()}
         fastest = max(speeds.values())
         waited_for = {name: fastest / speed - 1 <= self.run.finish_tolerance for name, speed in speeds.items()}
         return {name: 1.0 if waited_for[name] else speed / fastest for name, speed in speeds.items()}
 
     def target_steps(self) -> int:
         """Inner steps of the fastest learner: run.steps, or what run.tokens over all islands comes to."""
+        if self.run.tokens is None:
+            return self.run.steps
         return self.run.target_steps(sum(share * self.batch_tokens(n) for n, share in self.step_shares().items()))
+
+    def planned_steps(self) -> int | None:
+        """`target_steps`; None while run.tokens waits for a batch that is to be measured."""
+        return None if self.run.tokens is not None and self.open_batches() else self.target_steps()
 
 
 def dump_config(cfg: Config, path: Path) -> None:

@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco_cli.config.quantities import is_step, parse_duration_s, parse_rate_bps, parse_step
+from diloco_cli.config.quantities import is_step, parse_count, parse_duration_s, parse_rate_bps, parse_step
 from diloco_cli.config.schema import (
+    AUTO,
     Algorithm,
     Config,
     DataKind,
     FailureEvent,
     IslandConfig,
+    LauncherKind,
     ModelKind,
     Schedule,
 )
@@ -80,6 +82,7 @@ _ISLAND_RANGES: dict[str, str] = {
     "batch": "[1, oo)",
     "accumulate": "[1, oo)",
     "speed": "(0, 1]",
+    "step_share": "(0, 1]",
     "threads": "[1, oo)",
 }
 FAILURE_KINDS = ("crash", "hang", "slow", "partition", "degrade", "preempt", "corrupt", "disk-full")
@@ -157,7 +160,16 @@ def _range_problems(cfg: Config) -> Iterator[ConfigError]:
     islands += [(f"islands.named.{name}", own) for name, own in cfg.islands.named.items()]
     for where, island in islands:
         for name, interval in _ISLAND_RANGES.items():
-            yield from _range_problem(f"{where}.{name}", getattr(island, name), interval)
+            value = getattr(island, name)
+            if not isinstance(value, str):
+                yield from _range_problem(f"{where}.{name}", value, interval)
+            elif value != AUTO:
+                close = nearest(value, [AUTO])
+                yield _error(
+                    f"{where}.{name}",
+                    f"{value!r} is neither a whole number nor auto",
+                    hint=f"{where}.{name}={close}" if close else "",
+                )
 
 
 def _range_problem(key: str, value: float | None, interval: str) -> Iterator[ConfigError]:
@@ -242,13 +254,32 @@ def _islands(cfg: Config) -> Iterator[ConfigError]:
     }
     for where, island in shown.items():
         parts = island.nproc_per_node * max(1, len(island.hosts)) * island.accumulate
-        if island.batch % parts:
+        if island.batch == AUTO:
+            yield from _auto_batch(cfg, where)
+        elif island.sequences % parts:
             yield _error(
                 f"{where}.batch",
                 f"{island.batch} does not divide by nproc_per_node {island.nproc_per_node} * "
                 f"accumulate {island.accumulate} = {parts}",
-                hint=f"{where}.batch={max(1, round(island.batch / parts)) * parts}",
+                hint=f"{where}.batch={max(1, round(island.sequences / parts)) * parts}",
             )
+
+
+def _auto_batch(cfg: Config, where: str) -> Iterator[ConfigError]:
+    """What cannot be where an island's batch is measured."""
+    if cfg.run.deterministic:
+        yield _error(
+            f"{where}.batch",
+            "auto is measured, and so differs from run to run; run.deterministic=true needs numbers",
+            hint=f"{where}.batch=8",
+        )
+    names = [n for n in cfg.open_batches() if where in (f"islands.named.{n}", "islands.each")]
+    if far := [n for n in names if cfg.launcher_of(n) is LauncherKind.ssh]:
+        yield _error(
+            f"{where}.batch",
+            f"auto cannot be measured over ssh ({', '.join(far)}): it needs the run folder in common",
+            hint=f"{where}.batch=8",
+        )
 
 
 def _names(cfg: Config, where: str, names: list[str]) -> Iterator[ConfigError]:
@@ -489,7 +520,7 @@ def _run(cfg: Config) -> Iterator[ConfigError]:
     run = cfg.run
     if run.tokens is not None:
         try:
-            cfg.target_steps()
+            parse_count(run.tokens, "run.tokens")
         except ConfigError as error:
             yield _located(error)
     if run.snapshot_every is not None:

@@ -327,7 +327,7 @@ class RunView:
             name=name or cfg.run.name,
             algorithm=cfg.sync.algorithm.value,
             islands=names,
-            target_steps=cfg.target_steps(),
+            target_steps=cfg.planned_steps(),
             quorum=cfg.sync.quorum,
             link_bps={island: (link.up.rate_bps, link.down.rate_bps) for island, link in links.items()},
         )

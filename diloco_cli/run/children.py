@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -122,11 +123,17 @@ class Children:
         os.close(read_fd)
         return child
 
-    def start_island(self, name: str) -> Child:
-        """Start one island's ranks."""
+    def start_island(self, name: str, more: Mapping[str, str] | None = None) -> Child:
+        """Start one island's ranks.
+
+        Args:
+            more: environment variables for what is not the run proper (run.measure).
+        """
         island = self.cfg.island(name)
         env = {**island.env, "OMP_NUM_THREADS": str(threads_per_rank(self.cfg, name)), RETURN_VARIABLE: ""}
-        if self.return_to is not None and name not in self._returned:
+        if more is not None:
+            env |= more
+        elif self.return_to is not None and name not in self._returned:
             self._returned.add(name)
             env[RETURN_VARIABLE] = str(self.return_to)
         match self.cfg.launcher_of(name):

@@ -13,7 +13,7 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -25,11 +25,13 @@ from diloco_cli.errors import DilocoError, EnvironmentNotReady, Interrupted, Quo
 from diloco_cli.observe.dashboard import RunView, make_display
 from diloco_cli.observe.events import JsonlWriter, Tail
 from diloco_cli.observe.sinks import make_sinks
+from diloco_cli.run import batches, measure
+from diloco_cli.run.batches import Measuring
 from diloco_cli.run.children import Children
 from diloco_cli.run.credentials import SYNCER, issue, make_authority
 from diloco_cli.run.groups import Group
 from diloco_cli.run.injector import Injector
-from diloco_cli.run.members import Members
+from diloco_cli.run.members import Members, store_config
 from diloco_cli.run.resume import Start, prepare
 from diloco_cli.run.rundir import RunDir, create, hold_lock, write_json
 from diloco_cli.run.settings import fault_plan
@@ -148,8 +150,10 @@ class Launcher:
                 self._display.start(self._view)
                 for warning in [*preset_warnings(self.cfg), *self._sink_warnings]:
                     self._display.message(f"warning: {warning}")
-                self._start()
-                self._watch()
+                self._settle_batches()
+                if self._signal is None:
+                    self._start()
+                    self._watch()
                 error = self._verdict()
             except DilocoError as failed:
                 error = failed
@@ -179,6 +183,38 @@ class Launcher:
 
     # ---- start -----------------------------------------------------------------------------------
 
+    def _settle_batches(self) -> None:
+        """`batch: auto` becomes numbers: from here on config.yaml has them, and everybody goes by that."""
+        if not self.cfg.open_batches():
+            return
+        (self.run.path / "alive").mkdir(exist_ok=True)
+        began_s = time.monotonic()
+        self._display.message("batch: auto: the islands are measured first")
+        measuring = Measuring(self.run, self.cfg, lambda name: self._make_group(name, {measure.VARIABLE: "1"}))
+        # Where whatever ends the launcher ends them too.
+        self._groups = measuring.groups
+        measuring.start()
+        choices = None
+        while choices is None and self._signal is None:
+            choices = measuring.poll()
+            self._display.update(self._view, self._now_s())
+            time.sleep(POLL_S / 2)
+        for group in measuring.groups.values():
+            group.end_now()
+        self._groups = {}
+        if choices is None:
+            return
+        assert measuring.wanted_s is not None
+        # The run's clock begins now: failures on purpose are meant by it.
+        seconds = time.monotonic() - began_s
+        self.started_s += seconds
+        self.cfg = self._children.cfg = batches.settled(self.cfg, choices)
+        store_config(self.run, self.cfg)
+        for said in batches.records(choices, measuring.wanted_s):
+            self._record("batch", {**said, "seconds": round(seconds, 3)})
+        found = ", ".join(f"{n} {c.batch} ({c.step_time_s * 1000:.3g} ms)" for n, c in choices.items())
+        self._display.message(f"batch: auto: sequences per step: {found}")
+
     def _start(self) -> None:
         make_authority(self.run.keys)
         issue(self.run.keys, SYNCER)
@@ -206,14 +242,14 @@ class Launcher:
         for group in self._islands:
             group.start()
 
-    def _make_group(self, name: str) -> Group:
+    def _make_group(self, name: str, more: Mapping[str, str] | None = None) -> Group:
         cfg = self.cfg
         policy = Supervised(cfg.launcher.max_restarts, cfg.launcher.restart_backoff_s)
         pulse = Pulse(cfg.sync.heartbeat_timeout_s, cfg.launcher.start_timeout_s)
         if name == SYNCER:
             return Group(name, self.run, self._children.start_syncer, [SYNCER], policy, pulse)
         ranks = [f"{name}.{rank}" for rank in range(cfg.num_ranks(name))]
-        return Group(name, self.run, lambda: self._children.start_island(name), ranks, policy, pulse)
+        return Group(name, self.run, lambda: self._children.start_island(name, more), ranks, policy, pulse)
 
     # ---- while it runs ---------------------------------------------------------------------------
 

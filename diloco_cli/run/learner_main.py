@@ -21,12 +21,13 @@ from diloco_cli.config.schema import Config, load_config
 from diloco_cli.core.fragments import Layout
 from diloco_cli.core.learner import LearnerCore
 from diloco_cli.errors import DilocoError, LostConnection
-from diloco_cli.run import process
+from diloco_cli.run import measure, process
 from diloco_cli.run.rundir import RunDir
 
 if TYPE_CHECKING:
     from diloco_cli.run.learner_link import SyncerLink
     from diloco_cli.run.ranks import Rejoining
+    from diloco_cli.train.data import Corpus, ShardCursor
     from diloco_cli.train.island import Island
     from diloco_cli.train.loop import Trainer
 
@@ -81,6 +82,9 @@ def _run(run: RunDir, name: str) -> None:
     )
     try:
         seed_everything(cfg.run.seed, index, island.rank)
+        if os.environ.get(measure.VARIABLE):
+            _measure(run, cfg, name, index, island)
+            return
         trainer, layout = _build(cfg, name, index, island)
         if island.is_main:
             _lead(run, cfg, name, index, island, trainer, layout)
@@ -97,27 +101,47 @@ def _run(run: RunDir, name: str) -> None:
 
 def _build(cfg: Config, name: str, index: int, island: Island) -> tuple[Trainer, Layout]:
     from diloco_cli.run.settings import model_layout
-    from diloco_cli.train.data import ShardCursor, build_corpus
+    from diloco_cli.train.data import build_corpus
     from diloco_cli.train.loop import Trainer
     from diloco_cli.train.model import build_model
 
     corpus = build_corpus(cfg.data, cfg.model.vocab_size)
     model = build_model(cfg.model, cfg.model.vocab_size or corpus.tokenizer.vocab_size, cfg.run.seed)
     layout = model_layout(cfg, model)
-    cursor = ShardCursor(
+    cursor = _cursor(cfg, corpus, index, island, island.cfg.sequences)
+    trainer = Trainer(cfg, island, model, cursor, cfg.target_steps(), corpus=corpus)
+    log.info("%s: %d parameters in %d fragments, layout %.12s", name, layout.numel, len(layout), layout.hash)
+    return trainer, layout
+
+
+def _cursor(cfg: Config, corpus: Corpus, index: int, island: Island, batch: int) -> ShardCursor:
+    """This rank's way through the island's text, `batch` sequences of the island per step."""
+    from diloco_cli.train.data import ShardCursor
+
+    return ShardCursor(
         corpus,
         # Islands that joined later deal the text out among themselves once more, in another order.
         learner_index=index % cfg.islands.count,
         num_learners=cfg.islands.count,
         rank=island.rank,
         num_ranks=island.world_size,
-        batch=island.cfg.batch // island.cfg.accumulate,
+        batch=batch // island.cfg.accumulate,
         seed=cfg.run.seed + index // cfg.islands.count,
         heterogeneity=cfg.data.heterogeneity,
     )
-    trainer = Trainer(cfg, island, model, cursor, cfg.target_steps(), corpus=corpus)
-    log.info("%s: %d parameters in %d fragments, layout %.12s", name, layout.numel, len(layout), layout.hash)
-    return trainer, layout
+
+
+def _measure(run: RunDir, cfg: Config, name: str, index: int, island: Island) -> None:
+    """`batch: auto`: take the steps of training at several batches, and end."""
+    from diloco_cli.train.data import build_corpus
+    from diloco_cli.train.loop import Trainer
+    from diloco_cli.train.model import build_model
+
+    corpus = build_corpus(cfg.data, cfg.model.vocab_size)
+    model = build_model(cfg.model, cfg.model.vocab_size or corpus.tokenizer.vocab_size, cfg.run.seed)
+    unit = island.world_size * island.cfg.accumulate
+    trainer = Trainer(cfg, island, model, _cursor(cfg, corpus, index, island, unit), cfg.run.steps)
+    measure.measure(run, name, island, trainer, lambda batch: _cursor(cfg, corpus, index, island, batch))
 
 
 def _lead(run: RunDir, cfg: Config, name: str, index: int, island: Island, trainer: Trainer, layout: Layout) -> None:
@@ -179,7 +203,7 @@ def _load(trainer: Trainer, saved: dict[str, Any]) -> None:
     now = cast(Any, trainer.cursor).state_dict()
     before, count = state["cursor"]["num_learners"], now["num_learners"]
     if before != count:
-        batch = trainer.island.cfg.batch
+        batch = trainer.island.cfg.sequences
         position = state["cursor"]["position"] * before // count
         state["cursor"] = {**state["cursor"], "num_learners": count, "position": position - position % batch}
     trainer.load_state_dict(state)

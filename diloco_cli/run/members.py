@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from diloco_cli.config.schema import Config, IslandNetwork, IslandOverride, dump_config, load_config
+from diloco_cli.config.schema import AUTO, Config, IslandNetwork, IslandOverride, dump_config, load_config
 from diloco_cli.errors import EXIT_FAILED, ConfigError, DilocoError, EnvironmentNotReady
 from diloco_cli.run.groups import Group
 from diloco_cli.run.rundir import RunDir, is_alive, write_json
@@ -165,7 +165,12 @@ def with_island(cfg: Config, island: dict[str, Any], link: dict[str, Any]) -> tu
     if link:
         network = dataclasses.replace(network, named={**network.named, name: IslandNetwork(**link)})
     islands = dataclasses.replace(islands, joined=islands.joined + 1)
-    return name, dataclasses.replace(cfg, islands=islands, network=network)
+    cfg = dataclasses.replace(cfg, islands=islands, network=network)
+    if cfg.island(name).batch == AUTO:
+        raise ConfigError(
+            "batch: auto is measured before a run's start; an island that joins later needs a number", hint="batch=8"
+        )
+    return name, cfg
 
 
 def store_config(run: RunDir, cfg: Config) -> None:

@@ -41,15 +41,16 @@ def make_plan(cfg: Config) -> dict[str, Any]:
         min_fragment_bytes=cfg.sync.min_fragment_num_bytes,
     )
     sizes = [fragment.numel for fragment in layout.fragments]
-    steps = cfg.target_steps()
-    per_step = sum(cfg.batch_tokens(name) for name in cfg.island_names())
+    steps = cfg.planned_steps()
+    # What hangs on a batch that is measured when the run starts is not known before.
+    per_step = None if cfg.open_batches() else sum(cfg.batch_tokens(name) for name in cfg.island_names())
     return {
         "algorithm": cfg.sync.algorithm.value,
         "parameters": sum(t.numel for t in inventory if t.role != "buffer"),
         "vocab_size": vocab_size,
         "steps": steps,
         "tokens_per_step": per_step,
-        "tokens": _tokens(cfg, steps),
+        "tokens": None if per_step is None or steps is None else _tokens(cfg, steps),
         "fragments": {
             "requested": layout.requested,
             "count": len(sizes),
@@ -182,8 +183,7 @@ def render_plan(plan: dict[str, Any]) -> str:
     lines = [
         "plan",
         f"  model       {format_count(plan['parameters'])} parameters, vocabulary {plan['vocab_size']}",
-        f"  length      {plan['steps']} steps of the fastest learner, {format_count(plan['tokens'])} tokens "
-        f"({format_count(plan['tokens_per_step'])} per step over all islands)",
+        f"  length      {_length(plan)}",
         f"  algorithm   {plan['algorithm']}, {fragments['count']} fragments{cut}",
         "",
         *_table(
@@ -215,12 +215,22 @@ def render_plan(plan: dict[str, Any]) -> str:
         ),
         "",
         *_table(
-            ["process", "ranks", "threads", "device", "parallel", "memory per rank, without activations"],
+            ["process", "ranks", "threads", "device", "parallel", "batch", "memory per rank, without activations"],
             [_process_row(processes) for processes in _alike(plan["processes"], "process")],
         ),
         *_fault_lines(plan["faults"]),
     ]
     return "\n".join(lines)
+
+
+def _length(plan: dict[str, Any]) -> str:
+    steps = "as many steps as run.tokens comes to" if plan["steps"] is None else f"{plan['steps']} steps"
+    if plan["tokens"] is None:
+        return f"{steps} of the fastest learner; batch: auto is measured when the run starts"
+    return (
+        f"{steps} of the fastest learner, {format_count(plan['tokens'])} tokens "
+        f"({format_count(plan['tokens_per_step'])} per step over all islands)"
+    )
 
 
 def _fault_lines(faults: list[dict[str, Any]]) -> list[str]:
@@ -275,6 +285,7 @@ def _process_row(processes: tuple[str, dict[str, Any]]) -> list[str]:
         str(process["threads_per_rank"] or "-"),
         process["device"],
         process.get("parallel", "-"),
+        str(process.get("batch", "-")),
         f"{format_bytes(memory['total'])} ({parts})",
     ]
 

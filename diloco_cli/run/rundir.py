@@ -105,6 +105,11 @@ class RunDir:
         """The failures on purpose, as drawn before the start."""
         return self.path / "failures.json"
 
+    @property
+    def measure(self) -> Path:
+        """What islands with `batch: auto` and the launcher say to each other before the start (run.measure)."""
+        return self.path / "measure"
+
     def samples(self, island: str) -> Path:
         """Sample ids of every step (run.trace_samples)."""
         return self.path / "samples" / f"{island}.jsonl"

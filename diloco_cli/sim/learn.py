@@ -143,7 +143,7 @@ def _plain(cfg: Config, scenario: Scenario, corpus: Corpus, algorithm: str) -> d
 
 def together(cfg: Config) -> Config:
     """One island with the batch of all, for as many steps."""
-    batch = sum(cfg.island(name).batch for name in cfg.island_names())
+    batch = sum(cfg.island(name).sequences for name in cfg.island_names())
     each = dataclasses.replace(cfg.islands.each, batch=batch, accumulate=1)
     islands = dataclasses.replace(cfg.islands, count=1, each=each, named={})
     run = dataclasses.replace(cfg.run, steps=cfg.target_steps(), tokens=None)
@@ -164,7 +164,7 @@ def make_trainer(cfg: Config, corpus: Corpus, index: int) -> Trainer:
     model = build_model(cfg.model, cfg.model.vocab_size or corpus.tokenizer.vocab_size, cfg.run.seed)
     # Ranks would do the same sums in another order; a slow island's time is virtual, too.
     island = Island(dataclasses.replace(own, speed=1.0, nproc_per_node=1), rank=0, world_size=1)
-    batch = own.batch // own.accumulate
+    batch = own.sequences // own.accumulate
     cursor = ShardCursor(corpus, index, cfg.islands.count, 0, 1, batch, cfg.run.seed, cfg.data.heterogeneity)
     return Trainer(cfg, island, model, cursor, cfg.target_steps(), corpus=corpus)
 

@@ -45,14 +45,14 @@ class Piece:
 def micro_batch(cfg: IslandConfig) -> int:
     """Sequences per micro-batch of one rank: batch / (ranks * accumulate), which must come out even."""
     parts = max(1, cfg.nproc_per_node * max(1, len(cfg.hosts))) * cfg.accumulate
-    if parts <= 0 or cfg.batch <= 0 or cfg.batch % parts:
+    if parts <= 0 or cfg.sequences <= 0 or cfg.sequences % parts:
         raise ConfigError(
             f"batch {cfg.batch} cannot be shared out evenly",
             where="islands.each.batch",
             why=f"it must divide by ranks * accumulate = {parts}",
-            hint=f"batch={max(1, round(cfg.batch / max(1, parts))) * max(1, parts)}",
+            hint=f"batch={max(1, round(cfg.sequences / max(1, parts))) * max(1, parts)}",
         )
-    return cfg.batch // parts
+    return cfg.sequences // parts
 
 
 def set_deterministic() -> None:

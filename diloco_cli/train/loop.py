@@ -74,7 +74,7 @@ class Trainer:
         island: not yet set up; this calls island.setup(model). All ranks make their Trainer together.
         model: on the CPU, the same on all ranks.
         cursor: this rank's micro-batches, micro_batch(island.cfg) sequences each
-            (ShardCursor(..., batch=island.cfg.batch // island.cfg.accumulate)).
+            (ShardCursor(..., batch=island.cfg.sequences // island.cfg.accumulate)).
         total_steps: length of the learning-rate schedule.
         corpus: for evaluate (train.data.Corpus); may be None where nobody evaluates.
         step: inner steps already behind this learner (joining or resuming).
@@ -117,7 +117,7 @@ class Trainer:
 
     def place(self, steps: int) -> None:
         """Go to the place in the data at which this island is after so many steps of its own."""
-        self.cursor.position = steps * self.island.cfg.batch  # type: ignore[attr-defined]
+        self.cursor.position = steps * self.island.cfg.sequences  # type: ignore[attr-defined]
 
     def warm_up_again(self) -> None:
         """From here on the rate grows from zero once more: the optimizer has no state yet (algorithm.md, Failure)."""
