@@ -290,7 +290,7 @@ class ShardReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMerge:
-    """Syncer to shard: core.types.StartMerge, a list per field of its members; and where to write (fragment -> slot)."""
+    """Syncer to shard: core.types.StartMerge, a list per field of its members; slots: fragment -> where to write it."""
 
     TYPE: ClassVar[int] = 32
     fragment: int
@@ -302,6 +302,7 @@ class ShardMerge:
     sent_at_steps: list[int]
     handles: list[int]
     slots: dict[str, Any]
+    delta_wire: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,17 +337,23 @@ class ShardPublish:
     taken: list[str]
     global_step: int
     cut: int
-    keep: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardKeep:
-    """Syncer to shard: which contributions are over (handles), and which versions of a fragment are still needed."""
+    """Syncer to shard: which older versions of a fragment are still needed."""
 
     TYPE: ClassVar[int] = 36
-    freed: list[int]
     fragment: int
     keep: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFree:
+    """Syncer to shard: a contribution is over."""
+
+    TYPE: ClassVar[int] = 42
+    handle: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,6 +401,8 @@ class ShardDrop:
 
     TYPE: ClassVar[int] = 40
     learner: str
+    session: str
+    attempt: int
     reason: str
 
 
@@ -437,6 +446,7 @@ Message = (
     | ShardDigest
     | ShardPublish
     | ShardKeep
+    | ShardFree
     | ShardLearner
     | ShardContribution
     | ShardAlive

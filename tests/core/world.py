@@ -215,6 +215,8 @@ class World:
         """The syncer's process is not there."""
         self.life = 0
         self.shard_life = [0] * rules.num_fragments
+        self.away: set[int] = set()
+        """Fragments whose shard is not there."""
         self.durable: str = ""
         self._volatile: dict[tuple[int, int], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
         """Per merge that is not persisted yet: whose tokens are in it."""
@@ -377,6 +379,8 @@ class World:
             match effect:
                 case Pull():
                     self._check_addressees(effect)
+                    if effect.fragment in self.away:
+                        raise Violation(f"{effect}, whose shard is away")
                     for learner in effect.to:
                         self._down(learner, "control", PullReceived(fragment=effect.fragment))
                 case Persist():
@@ -717,6 +721,7 @@ class World:
             effects = self.syncer.start(self.syncer_s)
         # Its shards are started with it.
         self.shard_life = [life + 1 for life in self.shard_life]
+        self.away.clear()
         self.final = self.syncer.phase == FINAL
         self.kept_bases = [{v, max(0, v - 1)} for v in self.syncer.versions]
         for stay in self.stays:
@@ -735,9 +740,10 @@ class World:
 
     def _shards_here(self) -> list[int]:
         """What a learner that connects now is connected with; -1: that shard is away."""
-        return [-1 if f in self.syncer.away else life for f, life in enumerate(self.shard_life)]
+        return [-1 if f in self.away else life for f, life in enumerate(self.shard_life)]
 
     def _shard_dies(self, fragments: tuple[int, ...], back_after_s: float) -> None:
+        self.away.update(fragments)
         for f in fragments:
             self.shard_life[f] += 1
             if (version := self.merging.pop(f, None)) is not None:
@@ -753,6 +759,7 @@ class World:
 
         def back() -> None:
             if self.finished is None and not self.down and lives == [self.shard_life[f] for f in fragments]:
+                self.away.difference_update(fragments)
                 self._tell(FragmentsBack(fragments=fragments))
                 for stay in self.stays:
                     if stay.open:
@@ -822,7 +829,7 @@ class World:
             case "shard" if not self.down and self.finished is None:
                 odd = sum(map(ord, fault.learner)) % 2
                 fragments = tuple(f for f in range(self.rules.num_fragments) if f % 2 == odd)
-                if not fragments or self.syncer.away & set(fragments):
+                if not fragments or self.away & set(fragments):
                     return
                 self._shard_dies(fragments, fault.factor)
             case "duplicate" if stay is not None and alive:
