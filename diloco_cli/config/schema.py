@@ -267,7 +267,8 @@ class IslandConfig:
     """auto: cuda, else mps, else cpu."""
     parallel: Parallel = Parallel.ddp
     """ddp: every rank holds the model; fsdp: FSDP2 shards it over the ranks."""
-    batch: int | str = 8
+    # A whole number or auto (config.validate). Not int | str: OmegaConf 2.3.1 cannot merge such a union into a mapping.
+    batch: Any = 8
     """Sequences per inner step over the whole island (all ranks, all accumulation steps); auto: as many as make its
     steps take as long as the others' (docs/mixed-hardware.md)."""
     accumulate: int = 1
@@ -319,7 +320,7 @@ class IslandOverride:
     """As islands.each.device."""
     parallel: Parallel | None = None
     """As islands.each.parallel."""
-    batch: int | str | None = None
+    batch: Any = None  # as above
     """As islands.each.batch."""
     accumulate: int | None = None
     """As islands.each.accumulate."""

@@ -161,10 +161,11 @@ def _range_problems(cfg: Config) -> Iterator[ConfigError]:
     for where, island in islands:
         for name, interval in _ISLAND_RANGES.items():
             value = getattr(island, name)
-            if not isinstance(value, str):
+            inherited = value is None and where != "islands.each"
+            if name != "batch" or inherited or (isinstance(value, int) and not isinstance(value, bool)):
                 yield from _range_problem(f"{where}.{name}", value, interval)
             elif value != AUTO:
-                close = nearest(value, [AUTO])
+                close = nearest(str(value), [AUTO])
                 yield _error(
                     f"{where}.{name}",
                     f"{value!r} is neither a whole number nor auto",

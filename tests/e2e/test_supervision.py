@@ -108,10 +108,14 @@ def test_faults_of_a_schedule_happen_each_at_its_step(run_small, tmp_path):
         def all_are_over(record: dict) -> bool:
             if record["event"] == "repaired":
                 back.add((record["target"], record["kind"]))
+            if record["event"] == "repaired" and record["kind"] == "slow":
+                enough.append(record["time"] + 2.5)  # until then its usual steps are to be seen, below
             return len(back) == len(faults)
 
+        enough: list[float] = []
         script.wait(all_are_over)
         script.wait_for_merge_of("island-1")
+        script.wait(lambda e: e["event"] == "merge" and e["time"] > enough[0])
 
     overrides = ["islands.count=3", f"failures.events=[{', '.join(faults)}]"]
     run = scripted(run_small, path, body, *overrides)
