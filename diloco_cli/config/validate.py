@@ -23,9 +23,12 @@ from diloco_cli.config.schema import (
     DataKind,
     FailureEvent,
     IslandConfig,
+    IslandOverride,
     LauncherKind,
     ModelKind,
     Schedule,
+    Tunnel,
+    WireType,
 )
 from diloco_cli.errors import ConfigError
 
@@ -112,7 +115,7 @@ def problems(cfg: Config, environment: Mapping[str, str] | None = None) -> Itera
     if found:
         # The rules below divide and compare; numbers out of range would only add nonsense.
         return
-    for check in (_model, _data, _islands, _network, _failures, _inner, _sync, _times, _run):
+    for check in (_model, _data, _islands, _network, _failures, _inner, _sync, _times, _run, _not_built):
         yield from check(cfg)
     yield from _environment(os.environ if environment is None else environment)
 
@@ -311,6 +314,28 @@ def _network(cfg: Config) -> Iterator[ConfigError]:
                     yield _located(error)
     if cfg.network.bind == "":
         yield _error("network.bind", "empty; 127.0.0.1 is this machine only")
+
+
+def _not_built(cfg: Config) -> Iterator[ConfigError]:
+    """Settings that have a name and no meaning yet (issue 5): refused, so that none is taken for done."""
+    shown: dict[str, IslandConfig | IslandOverride] = {"islands.each": cfg.islands.each}
+    shown |= {f"islands.named.{name}": own for name, own in cfg.islands.named.items()}
+    for where, island in shown.items():
+        for name, value in (("launcher", island.launcher), ("tunnel", island.tunnel)):
+            if value in (LauncherKind.ssh, LauncherKind.slurm, Tunnel.ssh):
+                usual = LauncherKind.torchrun if name == "launcher" else Tunnel.none
+                yield _error(f"{where}.{name}", f"{value} is not built yet", hint=f"{where}.{name}={usual}")
+        if island.hosts:
+            yield _error(f"{where}.hosts", "islands on other machines are not built yet", hint=f"{where}.hosts=[]")
+    if cfg.launcher.kind in (LauncherKind.ssh, LauncherKind.slurm):
+        yield _error("launcher.kind", f"{cfg.launcher.kind} is not built yet", hint="launcher.kind=torchrun")
+    if cfg.network.streams not in (None, 1):
+        yield _error("network.streams", "more than one stream per island is not built yet", hint="network.streams=1")
+    for name in ("wire_up", "wire_down"):
+        if getattr(cfg.network, name) is WireType.auto:
+            yield _error(f"network.{name}", "auto is not built yet", hint=f"network.{name}=bfloat16")
+    if cfg.sync.shards != 1:
+        yield _error("sync.shards", "more than one syncer process is not built yet", hint="sync.shards=1")
 
 
 def _link_layers(cfg: Config) -> Iterator[tuple[str, object]]:
